@@ -1,0 +1,52 @@
+"""Small files that a kill, a full disk or a missing permission must not leave half written.
+
+    write_atomic(output / "status.json", json.dumps(status))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+Json = dict[str, Any]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell what the file system refuses (no permission, no space) as the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write ({error.strerror or error}); {path}; "
+                        "free some space, or choose another folder with --output") from None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all, even if the power fails. One process per path at a time."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def read_json(path: Path) -> Json:
+    """The object in a JSON file; an empty one where the file is missing, torn or holds something else."""
+    with suppress(OSError, ValueError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
