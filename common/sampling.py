@@ -122,6 +122,7 @@ class Step:
     global_step: int
     start: int
     stop: int
+    last: bool = False  # of its epoch
 
     @property
     def size(self) -> int:
@@ -158,7 +159,7 @@ def steps(num_samples: int, global_batch: int, num_epochs: int, progress: Progre
         end = num_samples - (num_samples - position) % global_batch if drop_last else num_samples
         while position < end:
             stop = min(position + global_batch, num_samples)
-            yield Step(epoch, step, global_step, position, stop)
+            yield Step(epoch, step, global_step, position, stop, last=stop >= end)
             step, global_step, position = step + 1, global_step + 1, stop
         epoch, step, position = epoch + 1, 0, 0
 

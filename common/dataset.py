@@ -1,0 +1,255 @@
+"""The data sets of the three sampling modes: what each loader worker reads, step by step.
+
+`exact` reads by position from the index; `split` and `resampled` are webdataset pipelines. Both hand
+compressed samples to the same decoding, which writes pixels into the shared ring.
+
+    >>> source = ExactSource(index, EpochPlan(global_batch=64, num_epochs=1, rank=0, world_size=1, seed=0, window=5000))
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+import webdataset as wds
+from torch.utils.data import IterableDataset, get_worker_info
+
+from common import sampling
+
+from common.collate import Made, SkippedSample, as_images
+from common.coverage import split_order
+from common.errors import UserError
+from common.fields import Fields, RawSample, SampleError
+from common.mixing import Mix, Piece
+from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
+from common.shard_reader import ShardReader
+from common.shards import ShardIndex
+from common.tar_index import is_side_file
+from common.transforms import ImageTransform
+
+Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's augmentation comes from, and the sample
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Which steps there are and which part of them is this rank's. `window` is what --shuffle says, in samples."""
+
+    num_samples: int  # what an epoch counts
+    global_batch: int
+    num_epochs: int
+    rank: int
+    world_size: int
+    seed: int
+    window: int
+    drop_last: bool = False
+    progress: Progress = Progress()
+
+    def steps(self) -> Iterator[Step]:
+        """Every step that is left of the run."""
+        return sampling.steps(self.num_samples, self.global_batch, self.num_epochs, self.progress, self.drop_last)
+
+
+class Source(Protocol):
+    """Where samples come from. Picklable: workers hold copies."""
+
+    plan: EpochPlan
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in which this rank takes part."""
+
+    def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Piece, Iterable[Keyed]]]:
+        """What worker number `worker` of the loader makes, in order. Its samples are to be taken one at a time."""
+
+
+@dataclass
+class ExactSource:
+    """Every sample once per epoch, by position. With `whole_batches` a batch goes whole to rank t % world size."""
+
+    index: ShardIndex
+    plan: EpochPlan
+    whole_batches: bool = False
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in which this rank takes part."""
+        plan = self.plan
+        return (s for s in plan.steps() if not self.whole_batches or s.step % plan.world_size == plan.rank)
+
+    def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Piece, Iterable[Keyed]]]:
+        """Of this rank's steps, every `num_workers`-th."""
+        reader, order, plan = ShardReader(self.index), None, self.plan
+        for step in itertools.islice(self.steps(), worker, None, num_workers):
+            if order is None or order.epoch != step.epoch:
+                order = sampling.EpochOrder(self.index.sizes, plan.window, plan.seed, step.epoch)
+            start, stop = (step.start, step.stop) if self.whole_batches else step.part(plan.rank, plan.world_size)
+            rows = [(step.global_step, row) for row in range(stop - start)]
+            yield Piece(step.global_step, step, rows), self._read(reader, order, start, stop)
+
+    def _read(self, reader: ShardReader, order: sampling.EpochOrder, start: int, stop: int) -> Iterator[Keyed]:
+        for position, (shard, place) in zip(range(start, stop), order.locate(start, stop).tolist(), strict=True):
+            yield mix(self.plan.seed, order.epoch, position, AUGMENT), reader.read(shard, place)
+
+
+@dataclass
+class StreamSource:
+    """`split` and `resampled`: each worker streams shards of its own through a webdataset pipeline, an epoch at a time."""
+
+    index: ShardIndex
+    plan: EpochPlan
+    resampled: bool
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of the plan: every rank takes part in all."""
+        return self.plan.steps()
+
+    def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Piece, Iterable[Keyed]]]:
+        """The pieces of this worker; those before the plan's progress are read again and thrown away undecoded."""
+        done = self.plan.progress
+        begin = done.global_step - done.step + mixing.group_start(done.step)
+        replay = replace(self.plan, progress=Progress(done.epoch, 0, done.global_step - done.step, 0))
+        me = (begin * mixing.pieces_per_step + worker) % num_workers  # DataLoader begins with its worker 0 after every start
+        for epoch, steps in itertools.groupby(replay.steps(), key=lambda step: step.epoch):
+            samples = self._stream(epoch, me, num_workers)
+            for piece in itertools.chain.from_iterable(mixing.pieces(group) for group in mixing.groups(steps)):
+                if piece.number % num_workers != me:
+                    continue
+                taken = itertools.islice(samples, len(piece.rows))
+                if piece.step.global_step < begin:
+                    _exhaust(taken)
+                else:
+                    yield piece, self._complete(taken, len(piece.rows))
+
+    def _stream(self, epoch: int, worker: int, num_workers: int) -> Iterator[Keyed]:
+        """An endless stream of one worker's samples: the pipeline of this epoch, repeated."""
+        plan = self.plan
+        os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.world_size), WORKER=str(worker), NUM_WORKERS=str(num_workers))
+        seed = mix(plan.seed, epoch, BUFFER, plan.rank, worker)
+        urls = [_url(path) for path in self.index.paths]
+        sizes = dict(zip(urls, self.index.sizes.tolist(), strict=True))
+        names = dict(zip(urls, self.index.names, strict=True))
+        if self.resampled and plan.window >= 0:
+            shards = [wds.ResampledShards([url for url in urls if sizes[url]], deterministic=True, worker_seed=partial(int, seed))]
+        else:
+            order = split_order(self.index.sizes, plan.window, plan.seed, epoch)
+            shards = [wds.SimpleShardList([urls[i] for i in order]), wds.split_by_node, wds.split_by_worker]
+        pipeline = wds.DataPipeline(
+            *shards,
+            wds.tarfile_to_samples(select_files=_is_sample_file),
+            partial(_numbered, sizes=sizes, names=names),
+            wds.shuffle(plan.window, initial=min(plan.window, 1000), rng=random.Random(seed)) if plan.window > 0 else None,
+        ).repeat()
+        for number, sample in enumerate(_explained(pipeline, plan.rank, worker)):
+            yield mix(seed, number, AUGMENT), sample
+
+    def _complete(self, samples: Iterator[Keyed], size: int) -> Iterator[Keyed]:
+        count = 0
+        for count, sample in enumerate(samples, start=1):
+            yield sample
+        if count < size:
+            raise UserError(f"a loader worker of rank {self.plan.rank} has no samples; {len(self.index.paths)} shards; "
+                            "use fewer workers or --sampling exact")
+
+
+def _url(path: str) -> str:
+    """What webdataset opens: an absolute path, since it takes a colon in a relative one for a scheme."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def _is_sample_file(name: str) -> bool:
+    return not is_side_file(name)
+
+
+def _numbered(samples: Iterable[dict], sizes: dict[str, int], names: dict[str, str]) -> Iterator[RawSample]:
+    """Give each sample its place in its shard, and hold the number of samples against the index."""
+    url, count = "", 0
+    for sample in samples:
+        if sample["__url__"] != url or count == sizes[url]:
+            _check_count(url, count, sizes)
+            url, count = sample["__url__"], 0
+        fields = {name: data for name, data in sample.items() if not name.startswith("__")}
+        yield RawSample(names[url], count, sample["__key__"], fields)
+        count += 1
+    _check_count(url, count, sizes)
+
+
+def _check_count(url: str, count: int, sizes: dict[str, int]) -> None:
+    if url and count != sizes[url]:
+        raise UserError(f"{sizes[url]} samples were promised, the tar gave {count}; shard {url}; it was cut or changed: write or copy it again")
+
+
+def _explained(pipeline: Iterable[RawSample], rank: int, worker: int) -> Iterator[RawSample]:
+    """Say in one line what webdataset raises while it reads."""
+    try:
+        yield from pipeline
+    except UserError:
+        raise
+    except Exception as error:  # whatever a broken tar or a lost file makes of itself in there
+        details = ", ".join(str(arg) for arg in error.args)[:300]
+        raise UserError(f"a shard cannot be read ({type(error).__name__}: {details}); rank {rank}, worker {worker}; "
+                        "python -m common.check_shards says what is wrong with it") from None
+
+
+def _exhaust(items: Iterable) -> None:
+    for _ in items:
+        pass
+
+
+class BatchDataset(IterableDataset):
+    """Decodes the pieces of a source into a ring. Iterated by every loader worker, or by the main process without any."""
+
+    def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform, skip_errors: bool = False):
+        super().__init__()
+        self.source, self.mixing, self.fields = source, mixing, fields
+        self.transform, self.skip_errors = transform, skip_errors
+        self.ring: torch.Tensor = torch.empty(0)
+
+    def __iter__(self) -> Iterator[Made]:
+        """A worker's pieces, in its order; after an error the last one carries it, since a traceback is no message."""
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        made = None
+        try:
+            for number, (piece, samples) in enumerate(self.source.pieces(worker, num_workers, self.mixing)):
+                made = Made(piece.number, piece.step, piece.number % num_workers)
+                self._fill(made, piece, samples, worker, number)
+                yield made
+        except UserError as error:
+            yield Made(-1, made.step if made else Step(0, 0, 0, 0, 0), worker, fatal=str(error))
+
+    def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
+        """Decode each sample into its row of its batch."""
+        with torch.inference_mode():
+            for (step, row), (key, sample) in zip(piece.rows, samples, strict=False):
+                slot = self.slot(step, worker, number)
+                try:
+                    label = self.fields.label(sample)
+                    image = self.fields.image(sample)
+                    self.transform(image, key, as_images(self.ring[slot, row : row + 1])[0])
+                except (SampleError, ValueError) as error:
+                    cause = getattr(error, "cause", "bad image")
+                    self._refuse(made, SkippedSample(cause, str(error), sample.shard, sample.count, sample.key))
+                    continue
+                made.rows.append((step, row))
+                made.label.append(label)
+                made.shard.append(sample.shard)
+                made.count.append(sample.count)
+                made.key.append(sample.key)
+        made.slots = [self.slot(piece.step.global_step, worker, number)]
+
+    def slot(self, global_step: int, worker: int, number: int) -> int:
+        """Where in the ring a batch lies. With `queue` a worker has slots of its own, for steps are given out later."""
+        if self.mixing.kind == "queue":
+            per_worker = len(self.ring) // self.mixing.num_workers
+            return worker * per_worker + number % per_worker
+        return global_step % len(self.ring)
+
+    def _refuse(self, made: Made, bad: SkippedSample) -> None:
+        if not self.skip_errors:
+            raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; "
+                            "mend the shard (python -m common.check_shards), or go on without such samples: --on_error skip")
+        made.skipped.append(bad)

@@ -1,0 +1,180 @@
+"""Bytes -> uint8 RGB image: the format by content, never by name; upright; anything unusable is a DecodeError.
+
+    >>> decode_image(open("photo.jpg", "rb").read()).shape
+    torch.Size([3, 375, 500])
+
+JPEG, PNG, WebP, BMP, GIF and TIFF (the first frame of those that have several). Gray becomes RGB, CMYK is
+converted, 16 bits are scaled by 1/257, transparent pixels are laid over white.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common import jpeg
+from common.picture import Box, DecodeError, check_size, exif_orientation, is_sideways, stored_box, upright
+
+__all__ = ["BACKGROUND", "DecodeError", "Picture", "decode_image", "open_image"]
+
+BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
+Data = bytes | bytearray | memoryview | Tensor
+
+_SIGNATURES = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"II+\0": "TIFF",
+    b"MM\0+": "TIFF",
+}
+_UNSUPPORTED = {4: {b"ftyp": "AVIF or HEIC", b"JXL ": "JPEG XL", b"jP  ": "JPEG 2000"}, 0: {b"8BPS": "Photoshop"}}
+
+
+def decode_image(data: Data) -> Tensor:
+    """The whole image, upright: uint8 (3, H, W), channels-last, RGB. Raises DecodeError. For checks and examples;
+    training goes through common.transforms, which decodes no more than it crops."""
+    picture = open_image(data)
+    return picture.pixels(Box(0, picture.height, 0, picture.width))
+
+
+def open_image(data: Data) -> Picture:
+    """Find the format and the size; a JPEG's pixels are decoded when asked for, others' at once. Raises DecodeError."""
+    buffer: Any = data.numpy() if isinstance(data, Tensor) else data
+    view = memoryview(buffer).cast("B")
+    name = _format_of(bytes(view[:16]))
+    if name != "JPEG":
+        return _RasterPicture(view, name)
+    header = jpeg.read_header(view)
+    if header.num_components == 4:  # CMYK: Pillow knows about inverted inks
+        return _RasterPicture(view, name, header.orientation)
+    return _JpegPicture(view, header)
+
+
+class Picture:
+    """An image whose size is known: `height` and `width` upright, and any part of its pixels on demand."""
+
+    def __init__(self, height: int, width: int, orientation: int):
+        self.orientation = orientation
+        self.height, self.width = (width, height) if is_sideways(orientation) else (height, width)
+
+    def pixels(self, box: Box, mirror: bool = False, skip_rows: bool = False) -> Tensor:
+        """The pixels of `box` (whole numbers), upright, then mirrored if asked: a new uint8 (3, h, w), channels-last.
+
+        With `skip_rows`, rows of a JPEG below the box are not decoded: see jpeg.decode_top for what that asks for.
+        """
+        top, bottom, left, right = map(int, stored_box(box, self.orientation, self.height, self.width))
+        return upright(self._stored(bottom, skip_rows)[:, top:bottom, left:right], self.orientation, mirror)
+
+    def scaled(self, box: Box, size: int, factor: int, mirror: bool = False) -> Tensor:
+        """`box` (may be fractional) decoded at 1/factor and scaled: uint8 (3, size, size), upright, mirrored if asked."""
+        raise NotImplementedError("only a JPEG can be decoded at a fraction of its size")
+
+    def reductions(self) -> tuple[int, ...]:
+        """The factors that `scaled` takes, the largest first; none for most formats."""
+        return ()
+
+    def _stored(self, bottom: int, skip_rows: bool) -> Tensor:
+        raise NotImplementedError
+
+
+class _JpegPicture(Picture):
+    """Gray or colour JPEG, decoded when the crop is known."""
+
+    def __init__(self, data: memoryview, header: jpeg.Header):
+        super().__init__(header.height, header.width, header.orientation)
+        self.data, self.header = data, header
+
+    def _stored(self, bottom: int, skip_rows: bool) -> Tensor:
+        if skip_rows:
+            return jpeg.decode_top(self.data, self.header, bottom)
+        return jpeg.decode_all(self.data, self.header)
+
+    def reductions(self) -> tuple[int, ...]:
+        return (8, 4, 2) if self.header.is_ended else ()
+
+    def scaled(self, box: Box, size: int, factor: int, mirror: bool = False) -> Tensor:
+        stored = stored_box(box, self.orientation, self.height, self.width)
+        return upright(jpeg.decode_reduced(self.data, self.header, factor, stored, size), self.orientation, mirror)
+
+
+class _RasterPicture(Picture):
+    """Every other format: Pillow decodes the whole image at once."""
+
+    def __init__(self, data: memoryview, name: str, orientation: int | None = None):
+        if name == "PNG":
+            _check_png_end(data)
+        _mute_pillow()
+        try:
+            image = Image.open(io.BytesIO(data), formats=(name,))
+            check_size(image.height, image.width)
+            self.rgb = torch.from_numpy(_to_rgb(image)).permute(2, 0, 1)
+            upright_by = orientation or _orientation_of(image)
+        except DecodeError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise DecodeError("too large", f"{name}: {error}") from None
+        except Exception as error:  # damaged files raise nearly anything: OSError, SyntaxError, struct.error, KeyError
+            cause = "truncated" if "truncated" in str(error) else "corrupt"
+            raise DecodeError(cause, f"{name}: {type(error).__name__}: {error}") from None
+        super().__init__(self.rgb.shape[1], self.rgb.shape[2], upright_by)
+
+    def _stored(self, bottom: int, skip_rows: bool) -> Tensor:
+        return self.rgb
+
+
+def _format_of(start: bytes) -> str:
+    """The format that a file's first 16 bytes announce. Raises DecodeError for any other than the six."""
+    if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
+        return "WEBP"
+    for signature, name in _SIGNATURES.items():
+        if start.startswith(signature):
+            return name
+    for place, names in _UNSUPPORTED.items():
+        if other := names.get(start[place : place + 4]):
+            raise DecodeError("unsupported", f"{other}; JPEG, PNG, WebP, BMP, GIF and TIFF can be read")
+    raise DecodeError("not an image", f"starts with {start!r}" if start else "0 bytes")
+
+
+def _check_png_end(data: memoryview) -> None:
+    """Walk the chunks to the end mark: Pillow reads some cut files as complete."""
+    place = 8
+    while place + 12 <= len(data):
+        if data[place + 4 : place + 8] == b"IEND":
+            return
+        place += 12 + int.from_bytes(data[place : place + 4], "big")
+    raise DecodeError("truncated", f"PNG of {len(data)} bytes without its end")
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Pixels as uint8 (H, W, 3), whatever the image's own mode."""
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
+        gray = (np.asarray(image).astype(np.uint32) + 128) // 257
+        return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise DecodeError("unsupported", f"{image.format} of 32-bit numbers, which have no fixed range")
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, (*BACKGROUND, 255))
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    return np.array(image.convert("RGB"))
+
+
+def _orientation_of(image: Image.Image) -> int:
+    """The orientation that a decoded PNG or WebP carries. Pillow has turned a TIFF already."""
+    return 1 if image.format == "TIFF" else exif_orientation(image.info.get("exif") or b"")
+
+
+@lru_cache(maxsize=1)
+def _mute_pillow() -> None:
+    """What Pillow says about odd metadata and large images would fill the log, and nothing is decided by it here."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -1,0 +1,71 @@
+"""Validation: each image once, by the bare module, and the same number to the last digit for any number of ranks.
+
+A batch goes whole to one rank (a convolution's last bits depend on the batch it runs in); the sums of
+the batches are added in the order of the batches, and divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from common.collate import Batch
+from common.distributed import World
+from common.loader import on_device
+from common.metrics import Confusion, accuracy, gather_batch_sums, summarise
+from common.model import normalize
+from common.step import Recipe
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation set of a run. `batches` starts a loader of this rank's batches; `num_batches` counts all ranks'."""
+
+    batches: Callable[[], Iterator[Batch]]
+    num_batches: int
+    num_classes: int
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0: BatchNorm's statistics differ by what each rank has seen."""
+    if world.size > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
+
+    `stop` is asked on every rank after each round of one batch per rank, and must answer the same on all.
+    """
+    share_buffers(module, world)
+    module.eval()
+    rows, confusion = [], Confusion(data.num_classes)
+    batches = on_device(data.batches(), world.device)
+    try:
+        for _ in range(0, data.num_batches, world.size):
+            batch = next(batches, None)
+            if batch is not None:
+                rows.append(_batch_sums(module, batch, recipe, world.device, confusion))
+            if stop():
+                return None
+    finally:
+        batches.close()
+        module.train()
+    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.total(world)}
+
+
+@torch.inference_mode()
+def _batch_sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device, confusion: Confusion) -> tuple:
+    with recipe.autocast(device):
+        logits = module(normalize(batch.image)).float()
+    losses = F.cross_entropy(logits, batch.label, reduction="none").double()
+    top1, top5 = accuracy(logits, batch.label, (1, 5))
+    confusion.add(logits, batch.label)
+    return batch.step.step, losses.sum().item(), int(top1), int(top5), len(batch)

@@ -1,0 +1,125 @@
+"""The fields of a sample: which member is the image, which the label, and what the label means.
+
+    python train_single.py -s shards/ --image_field image.png --label_field cls
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+Data = bytes | memoryview
+
+
+class SampleError(Exception):
+    """A sample that cannot be used: `cause` is a short fixed category that errors are counted by."""
+
+    def __init__(self, cause: str, detail: str = ""):
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause, self.detail = cause, detail
+
+    def __reduce__(self) -> tuple:
+        return SampleError, (self.cause, self.detail)
+
+
+@dataclass(slots=True)
+class RawSample:
+    """A sample as its shard holds it: still compressed. `count` is its place in the shard."""
+
+    shard: str
+    count: int
+    key: str
+    fields: Mapping[str, Data]
+
+
+@dataclass
+class Fields:
+    """Picks image and label. Fields that were not named are chosen by the first sample and then looked for first."""
+
+    image_field: str | None = None
+    label_field: str | None = None
+    num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
+    _class_numbers: dict[str, int] = field(init=False, repr=False)
+    _image: str | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._class_numbers = {name: number for number, name in enumerate(self.classes or ())}
+
+    def image_name(self, names: Mapping[str, Any]) -> str:
+        """Which of a sample's fields holds the image. Raises SampleError that lists the fields there are."""
+        if self.image_field is not None:
+            if self.image_field in names:
+                return self.image_field
+        elif self._image in names and self._image is not None:
+            return self._image
+        else:
+            for name in names:
+                if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
+                    self._image = self._image or name
+                    return name
+        wanted = self.image_field or "an image (" + ", ".join(IMAGE_EXTENSIONS) + ")"
+        raise SampleError("no image", f"wanted {wanted}, found the fields {_listed(names)}; name one with --image_field")
+
+    def label_name(self, names: Mapping[str, Any]) -> str:
+        """Which of a sample's fields holds the label."""
+        wanted = (self.label_field,) if self.label_field is not None else ("json", "cls")
+        for name in wanted:
+            if name in names:
+                return name
+        raise SampleError("no label", f"wanted {' or '.join(wanted)}, found the fields {_listed(names)}; name one with --label_field")
+
+    def image(self, sample: RawSample) -> Data:
+        """The compressed image."""
+        return sample.fields[self.image_name(sample.fields)]
+
+    def label(self, sample: RawSample) -> int:
+        """The label, an int in [0, num_classes). Raises SampleError for one that is missing, broken or out of range."""
+        name = self.label_name(sample.fields)
+        text = bytes(sample.fields[name])
+        if not text:
+            raise SampleError("no label", f"the field {name} is empty")
+        value = self._from_json(text) if name.rpartition(".")[2] == "json" else text.decode("utf-8", "replace").strip()
+        return self._number(value)
+
+    def category(self, sample: RawSample) -> str | None:
+        """The name of the class, where the sample carries one."""
+        text = sample.fields.get(self.label_field or "json")
+        try:
+            meta = json.loads(bytes(text)) if text else None
+        except ValueError:
+            return None
+        return str(meta["category"]) if isinstance(meta, dict) and meta.get("category") is not None else None
+
+    def _from_json(self, text: bytes) -> Any:
+        try:
+            meta = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SampleError("broken json", str(error)[:80]) from None
+        if not isinstance(meta, dict):
+            return meta
+        if "label" in meta:
+            return meta["label"]
+        if "category" in meta:
+            return meta["category"]
+        raise SampleError("no label", f"the json has no `label`, only {_listed(meta)}")
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, str) and value in self._class_numbers:
+            return self._class_numbers[value]
+        try:
+            number = int(value)
+            if isinstance(value, bool) or number != (float(value) if isinstance(value, float) else number):
+                raise ValueError(value)
+        except (TypeError, ValueError, OverflowError):
+            raise SampleError("bad label", f"{str(value)[:60]!r} is neither a number nor one of the {len(self._class_numbers)} known classes") from None
+        if number < 0 or (self.num_classes is not None and number >= self.num_classes):
+            raise SampleError("label out of range", f"{number} is not in 0 … {(self.num_classes or 0) - 1}")
+        return number
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(str(name) for name in names if not str(name).startswith("__"))) or "none"

@@ -1,0 +1,203 @@
+"""JPEG: read the header, then decode no more of the file than a crop needs.
+
+Two savings. Rows below a crop need not be decoded: a copy of the file whose header claims fewer rows gives
+the same pixels sooner. And a crop much larger than what is wanted is decoded at 1/2, 1/4 or 1/8 of its
+size, which the JPEG format allows at little cost.
+
+    >>> header = read_header(data)
+    >>> decode_top(data, header, bottom=200).shape          # at least 200 rows of 375
+    torch.Size([3, 208, 500])
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common.picture import Box, DecodeError, check_size, exif_orientation
+
+# What libjpeg says of a scan that holds more rows than the header claims; one line, and only if it said nothing before.
+_ROWS_LEFT = re.compile(rb"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9\n")
+_MIN_SAVED = 1 / 16  # of the rows: below that, copying the file and catching the remark cost as much as they save
+
+
+class Header(NamedTuple):
+    """What a crop needs to know of a JPEG file. `height` and `width` are as stored, before `orientation` is applied."""
+
+    height: int
+    width: int
+    num_components: int
+    orientation: int
+    height_at: int  # where the file keeps its height: 2 bytes, big-endian
+    mcu_height: int  # rows of one unit of coding
+    is_baseline: bool  # sequential, Huffman, 8 bit, one scan
+    is_ended: bool  # the last bytes are the end mark, so nothing was cut off
+
+
+def read_header(data: memoryview) -> Header:
+    """Read the segments up to the first scan, about 5 µs. Raises DecodeError; called for every JPEG image."""
+    frame: tuple[int, int] | None = None  # marker and place of the frame header
+    orientation = 1
+    for marker, start, stop in _segments(data):
+        if marker == 0xE1 and orientation == 1 and data[start : start + 6] == b"Exif\0\0":
+            orientation = exif_orientation(data[start:stop])
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            frame = marker, start
+        elif marker == 0xDA:
+            break
+    if frame is None or stop - start < 1:
+        raise DecodeError("corrupt", "JPEG without a frame header")
+    try:
+        precision, height, width, num_components = struct.unpack_from(">BHHB", data, frame[1])
+        vertical = max((data[frame[1] + 7 + 3 * i] & 15 for i in range(num_components)), default=1)
+    except (struct.error, IndexError):
+        raise DecodeError("corrupt", "JPEG with a short frame header") from None
+    if not (height and width):
+        raise DecodeError("unsupported", "JPEG that does not give its size in the header")
+    check_size(height, width)
+    baseline = frame[0] == 0xC0 and precision == 8 and data[start] == num_components and 1 <= vertical <= 4
+    ended = data[-2:] == b"\xff\xd9"
+    return Header(height, width, num_components, orientation, frame[1] + 1, 8 * vertical, baseline, ended)
+
+
+def _segments(data: memoryview) -> Iterator[tuple[int, int, int]]:
+    """(marker, start, stop) of each segment's content. Raises DecodeError where the file ends before its first scan."""
+    place, end = 2, len(data)
+    while place + 4 <= end:
+        if data[place] != 0xFF or data[place + 1] in (0x00, 0xFF):  # padding or stray bytes: go on to the next marker
+            place += 1
+        elif data[place + 1] == 0x01 or 0xD0 <= data[place + 1] <= 0xD8:  # markers without content
+            place += 2
+        elif data[place + 1] == 0xD9:
+            raise DecodeError("corrupt", "JPEG that ends before its first scan")
+        else:
+            start, stop = place + 4, place + 2 + (data[place + 2] << 8 | data[place + 3])
+            if stop > end:
+                break
+            yield data[place + 1], start, stop
+            place = max(stop, start)
+    raise DecodeError("truncated", f"JPEG of {end} bytes that ends within its header")
+
+
+def decode_all(data: memoryview, header: Header) -> Tensor:
+    """The whole stored image, uint8 (3, height, width), channels-last. Raises DecodeError."""
+    native = _native_decoder()
+    if native is None:
+        return _from_pillow(_open(data))
+    try:
+        return native(torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8))
+    except RuntimeError as error:
+        message = str(error).partition("\n")[0]
+    if "truncated" in message:
+        raise DecodeError("truncated", f"JPEG of {len(data)} bytes, {header.width} x {header.height} pixels")
+    try:  # Pillow's libjpeg is built with more (arithmetic coding)
+        return _from_pillow(_open(data))
+    except Exception:
+        cause = "unsupported" if re.search("support|sorry", message, re.IGNORECASE) else "corrupt"
+        raise DecodeError(cause, f"JPEG: {message}") from None
+
+
+def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:
+    """At least the first `bottom` rows of the stored image, the same pixels as decode_all gives.
+
+    While it runs, file descriptor 2 of the whole process leads elsewhere: call it where nothing else writes
+    to stderr meanwhile, as in a loader worker. What libjpeg says about these rows goes on to stderr.
+    """
+    native = _native_decoder()
+    shorter = _shortened(data, header, bottom)
+    if native is None or shorter is None:
+        return decode_all(data, header)
+    try:
+        with _stderr_filtered(_ROWS_LEFT):
+            return native(torch.frombuffer(shorter, dtype=torch.uint8))
+    except RuntimeError:
+        return decode_all(data, header)
+
+
+def _shortened(data: memoryview, header: Header, bottom: int) -> bytearray | None:
+    """A copy of the file that claims little more than `bottom` rows; None where that gains too little or cannot be."""
+    if not (header.is_baseline and header.is_ended):
+        return None
+    # One more row, since smooth chroma looks one row ahead; then up to whole units of coding.
+    rows = -(-(bottom + 1) // header.mcu_height) * header.mcu_height
+    if rows > header.height * (1 - _MIN_SAVED):
+        return None
+    shorter = bytearray(data)
+    struct.pack_into(">H", shorter, header.height_at, rows)
+    return shorter
+
+
+def decode_reduced(data: memoryview, header: Header, factor: int, box: Box, size: int) -> Tensor:
+    """The stored image decoded at 1/factor (2, 4, 8), its `box` scaled to uint8 (3, size, size). Raises DecodeError.
+
+    `box` is in pixels of the full image and may be fractional, so that the crop stays where it was.
+    """
+    try:
+        image = _open(_shortened(data, header, math.ceil(box.bottom) + factor) or data)
+        image.draft("RGB", (max(image.width // factor, 1), max(image.height // factor, 1)))
+        edges = box.left / factor, box.top / factor, box.right / factor, box.bottom / factor
+        return _from_pillow(image.resize((size, size), Image.Resampling.BILINEAR, box=edges))
+    except Exception as error:
+        raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from None
+
+
+def _open(data: memoryview | bytearray) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=("JPEG",))
+
+
+def _from_pillow(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+@lru_cache(maxsize=1)
+def _native_decoder() -> Callable[[Tensor], Tensor] | None:
+    """torchvision's decoder, a fifth faster than Pillow's; None where torchvision was built without or dropped it."""
+    import torchvision.io  # type: ignore[import-untyped]
+
+    try:
+        operator: Any = torch.ops.image.decode_jpeg.default
+    except (AttributeError, RuntimeError):
+        return None
+    rgb = torchvision.io.ImageReadMode.RGB.value
+    return lambda data: operator(data, rgb)
+
+
+@contextmanager
+def _stderr_filtered(expected: re.Pattern[bytes]) -> Iterator[None]:
+    """Catch what C code writes to file descriptor 2, 3 µs; whatever is not just `expected` goes on to the real one."""
+    catcher = _catcher(os.getpid())
+    real = os.dup(2)  # anew each time: a launcher or a test may have moved it
+    os.dup2(catcher, 2)
+    try:
+        yield
+    finally:
+        os.dup2(real, 2)
+        os.close(real)
+        said = os.pread(catcher, 65536, 0)
+        if said:
+            os.ftruncate(catcher, 0)
+            os.lseek(catcher, 0, os.SEEK_SET)
+            if not expected.fullmatch(said):
+                os.write(2, said)
+
+
+@lru_cache(maxsize=1)
+def _catcher(pid: int) -> int:
+    """An unnamed file of this process alone (a forked child would share the place where its parent writes)."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stderr")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,189 @@
+"""The one training loop: epochs of steps, and what happens every once in a while. All three scripts call `fit`.
+
+Ranks part nowhere: whatever one of them learns (a signal, a bad loss, too many bad samples) is added up over
+all ranks once per step, and all act on the sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from common import checkpoint
+from common.collate import Batch
+from common.distributed import World
+from common.error_log import ErrorLog
+from common.errors import UserError
+from common.evaluation import Validation, evaluate
+from common.loader import Loader, on_device
+from common.metrics import AverageMeter
+from common.report import Report
+from common.run_folder import RunFolder
+from common.sampling import Progress
+from common.step import Outcome, Stepper
+from common.stop import StopSignals
+
+
+@dataclass
+class State:
+    """Everything that changes while a run goes on, besides model, optimiser and scaler. Goes whole into a checkpoint."""
+
+    progress: Progress = field(default_factory=Progress)
+    epoch_done: bool = False  # all its steps are, its validation is not
+    loss: AverageMeter = field(default_factory=AverageMeter)
+    top1: AverageMeter = field(default_factory=AverageMeter)
+    best_top1: float = -1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"progress": asdict(self.progress), "epoch_done": self.epoch_done, "best_top1": self.best_top1,
+                "meters": {"loss": self.loss.state_dict(), "top1": self.top1.state_dict()}}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.progress, self.epoch_done, self.best_top1 = Progress(**saved["progress"]), saved["epoch_done"], saved["best_top1"]
+        self.loss.load_state_dict(saved["meters"]["loss"])
+        self.top1.load_state_dict(saved["meters"]["top1"])
+
+
+@dataclass
+class Run:
+    """What a run is made of. `describe` gives what a checkpoint says besides: config, plan, identity of the data."""
+
+    world: World
+    stepper: Stepper
+    module: torch.nn.Module  # bare: without DP, DDP or compile around it
+    loader: Loader
+    validation: Validation | None
+    folder: RunFolder
+    report: Report
+    errors: ErrorLog
+    stop: StopSignals
+    num_steps: int  # of the whole run
+    save_every: int | None
+    max_errors: int
+    describe: dict[str, Any]
+    on_batch: Callable[[Batch], None] = lambda batch: None
+    state: State = field(default_factory=State)
+    num_errors: int = 0  # samples skipped since this start, over all ranks
+    stop_file_seconds: float = 0.0  # when it was last looked for
+
+
+def fit(run: Run) -> str:
+    """Train to the end, or until a stop: returns "complete" or "stopped". Every rank calls it."""
+    run.module.train()
+    run.stepper.warm_up(run.loader.dataset.transform.size)
+    if run.state.epoch_done and end_epoch(run, stop=False):
+        return "stopped"
+    batches = on_device(iter(run.loader), run.world.device)
+    try:
+        while run.state.progress.global_step < run.num_steps:
+            batch, wait_seconds = _timed(batches)
+            if batch is None:
+                break
+            stop = train_step(run, batch, wait_seconds)
+            if batch.step.last:
+                stop = end_epoch(run, stop)
+            elif run.state.progress.global_step == run.num_steps:
+                stop = validate(run) is None
+                save(run, "last.pt")
+            elif stop or run.save_every and run.state.progress.global_step % run.save_every == 0:
+                save(run, "last.pt")
+            if stop:
+                return "stopped"
+    finally:
+        batches.close()
+    return "complete"
+
+
+def end_epoch(run: Run, stop: bool) -> bool:
+    """Validate, keep the best, go on to the next epoch, save. Returns whether to stop, as all ranks agree.
+
+    After a stop the epoch stays open in the checkpoint, and the resumed run begins with its validation.
+    """
+    state = run.state
+    state.epoch_done = True
+    best = False
+    result = None if stop else validate(run)
+    if result is not None:
+        best = result.get("top1", -1.0) > state.best_top1
+        state.best_top1 = max(result.get("top1", -1.0), state.best_top1)
+        state.progress = Progress(state.progress.epoch + 1, 0, state.progress.global_step, 0)
+        state.epoch_done, state.loss, state.top1 = False, AverageMeter(), AverageMeter()
+    save(run, "last.pt")
+    if best:
+        save(run, "best.pt")
+    return result is None
+
+
+def validate(run: Run) -> dict[str, Any] | None:
+    """The result of a validation, also reported; {} where there is nothing to validate on, None after a stop."""
+    if run.validation is None:
+        return {}
+    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, lambda: run.world.sum([asked_to_stop(run)])[0] > 0)
+    if result is not None:
+        run.report.validation(run.state.progress.epoch, run.state.progress.global_step, result)
+    return result
+
+
+def save(run: Run, name: str) -> None:
+    """Write a checkpoint of the whole run. Every rank calls it; rank 0 writes; all raise if it cannot."""
+    def write() -> None:
+        checkpoint.save(run.folder.path / name, {
+            "model": checkpoint.bare_state(run.module),
+            "optimizer": run.stepper.optimizer.state_dict(),
+            "scaler": run.stepper.scaler.state_dict(),
+            "schedule": {name: value for name, value in asdict(run.stepper.recipe).items() if name != "amp"},
+            "rng": torch.get_rng_state(),
+            **run.state.as_dict(),
+            **run.describe,
+        })
+    run.world.on_main(write)
+
+
+def asked_to_stop(run: Run) -> bool:
+    """Whether this rank knows of a signal, or rank 0 of a file `stop` in the run's folder (looked for once a second)."""
+    now = time.monotonic()
+    if run.world.is_main and now - run.stop_file_seconds >= 1.0:
+        run.stop_file_seconds = now
+        run.stop.requested = run.folder.stop_requested() or run.stop.requested
+    return run.stop.requested
+
+
+def _timed(batches: Any) -> tuple[Batch | None, float]:
+    start = time.monotonic()
+    return next(batches, None), time.monotonic() - start
+
+
+def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
+    """One step, its bookkeeping, and what all ranks agree on after it: whether to stop."""
+    step = batch.step
+    run.on_batch(batch)
+    outcome = run.stepper.train(batch)
+    stop, loss, correct, num_samples = agree(run, batch, outcome)
+    run.state.progress = Progress(step.epoch, step.step + 1, step.global_step + 1, step.stop)
+    if num_samples:
+        run.state.loss.update(loss / num_samples, num_samples)
+        run.state.top1.update(100 * correct / num_samples, num_samples)
+    run.report.train(epoch=step.epoch, step=step.global_step + 1, loss=run.state.loss, top1=run.state.top1,
+                     lr=run.stepper.recipe.lr_at(step.global_step), num_images=num_samples, wait_seconds=wait_seconds)
+    return stop
+
+
+def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float, int]:
+    """Add up over the ranks. Raises UserError on all of them for a loss that is not finite or too many bad samples."""
+    bad = run.errors.add(batch)
+    finite = torch.isfinite(torch.tensor(outcome.loss)).item()
+    loss = outcome.loss if finite else 0.0
+    stop, num_infinite, num_bad, loss, correct, num_samples = run.world.sum(
+        [asked_to_stop(run), not finite, bad, loss, outcome.correct, outcome.num_samples])
+    if num_infinite:
+        keys = [f"{shard}/{key}" for rank in run.world.gather(list(zip(batch.shard, batch.key, strict=True)) if not finite else []) for shard, key in rank]
+        raise UserError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {', '.join(keys)}; "
+                        "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
+    run.num_errors += int(num_bad)
+    if run.num_errors > run.max_errors:
+        raise UserError(f"{run.num_errors} samples could not be used; {run.errors.path}; mend the shards, or raise --max_errors")
+    return stop > 0, loss, correct, int(num_samples)

@@ -1,0 +1,125 @@
+"""A table of images as a source of shards: CSV with a header, or JSONL.
+
+    path,category
+    photos/a.jpg,cat
+    photos/b.jpg,dog
+
+Paths are relative to the manifest. `label` holds numbers from 0 on, `category` names; one of them will do,
+and where both are given they must agree. Names alone are numbered in sorted order.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import UserError
+from common.sources import READABLE, Source, extension
+
+MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
+
+Row = tuple[int, dict[str, Any]]  # number of the line, values by column
+
+
+def from_manifest(manifest: str) -> Source:
+    """List the rows of a manifest. A row that cannot be used is rejected; a table that cannot be understood: UserError."""
+    source = Source(os.path.dirname(manifest) or ".")
+    try:
+        rows = list(_rows(manifest, source.rejected))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"not a readable manifest ({error}); {manifest}; save it as UTF-8 text") from None
+    columns = sorted({column for _, row in rows for column in row})
+    if rows and ("path" not in columns or not {"label", "category"} & set(columns)):
+        raise UserError(f"a manifest needs the columns `path` and `label` or `category`; {manifest} has {', '.join(columns)}; rename them")
+    rows = list(_with_path(rows, source))
+    names = _class_names(manifest, rows)
+    numbers: dict[str | None, int] = {name: number for number, name in names.items()}
+    seen: dict[str, int] = {}
+    for line, row in rows:
+        path = os.path.normpath(row["path"])
+        label = row["label"] if isinstance(row["label"], int) else numbers.get(row["category"], -1)
+        if path in seen:
+            source.rejected.append((path, f"listed twice: lines {seen[path]} and {line}"))
+        elif label < 0:
+            source.rejected.append((path, f"no label, line {line}" if row["label"] is None else f"label {label} is negative, line {line}"))
+        elif extension(path) not in READABLE:
+            source.rejected.append((path, f"none of the extensions {', '.join(READABLE)}"))
+        else:
+            seen[path] = line
+            source.paths.append(path)
+            source.labels.append(label)
+    source.num_classes = max([*source.labels, *names], default=-1) + 1
+    source.classes = [names.get(number, str(number)) for number in range(source.num_classes)] if names else None
+    return source
+
+
+def _rows(manifest: str, rejected: list[tuple[str, str]]) -> Iterator[Row]:
+    """Lines as they are, blank ones left out; columns in lower case. Lines without a shape are rejected."""
+    with open(manifest, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark before the first column
+        if manifest.lower().endswith((".csv", ".tsv")):
+            reader = csv.DictReader(file, delimiter="\t" if manifest.lower().endswith(".tsv") else ",")
+            for row in reader:
+                yield reader.line_num, {column.strip().lower(): value for column, value in row.items() if column is not None}
+            return
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield line, {column.strip().lower(): value for column, value in row.items()}
+            else:
+                rejected.append((f"line {line}", "not a JSON object"))
+
+
+def _with_path(rows: list[Row], source: Source) -> Iterator[Row]:
+    """Rows that name a file, with `path` a string, `label` an int, a string or None, `category` a string or None."""
+    for line, row in rows:
+        path, category = _text(row.get("path")), _text(row.get("category"))
+        if path is None:
+            source.rejected.append((f"line {line}", "no path"))
+            continue
+        yield line, {"path": path, "label": _label(row.get("label")), "category": category}
+
+
+def _class_names(manifest: str, rows: list[Row]) -> dict[int, str]:
+    """Names by number. Names alone, in either column, are numbered here, and `label` is moved to `category`."""
+    advice = "give numbers in `label` and names in `category`"
+    numbered = next((line for line, row in rows if isinstance(row["label"], int)), None)
+    named = next((line for line, row in rows if isinstance(row["label"], str)), None)
+    if numbered and named:
+        raise UserError(f"`label` holds numbers and names; {manifest}, lines {numbered} and {named}; {advice}")
+    names: dict[int, str] = {}
+    if not numbered:
+        for _, row in rows:
+            row["category"] = row["label"] = row["category"] or row["label"]
+        return dict(enumerate(sorted({row["category"] for _, row in rows} - {None})))
+    for line, row in rows:
+        label, name = row["label"], row["category"]
+        if isinstance(label, int) and name is not None and names.setdefault(label, name) != name:
+            raise UserError(f"label {label} is {names[label]} and {name}; {manifest}, line {line}; {advice}, one name for each number")
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise UserError(f"category {twice[0]} has several labels; {manifest}; {advice}, one number for each name")
+    return names
+
+
+def _text(value: Any) -> str | None:
+    return str(value).strip() or None if isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def _label(value: Any) -> int | str | None:
+    """A number as int, even where it is text or 3.0; other text as it is; None for what is missing."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    text = _text(value)
+    try:
+        return int(text) if text is not None else None
+    except ValueError:
+        return text

@@ -1,0 +1,70 @@
+"""Joining what several loader workers read into one batch: where each sample goes, as arithmetic. No torch.
+
+A worker writes a sample straight into the row of the batch that it ends up in, so mixing copies nothing.
+
+    --mix none      batch t is made by one worker, t % num_workers
+    --mix pooled    every worker makes an equal part of every batch
+    --mix shuffle   num_workers batches are made by as many workers, and their rows permuted among them
+    --mix queue     as none, but batches are used in the order in which they get ready
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from common.sampling import BUFFER, Step, deal, permutation
+
+Row = tuple[int, int]  # global step, row in its batch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one worker makes at a time: `num_samples` samples and the row that each goes to. `number` counts pieces."""
+
+    number: int
+    step: Step
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How the steps of one rank are cut into pieces. `batch_size` is that of the rank."""
+
+    kind: str
+    batch_size: int
+    num_workers: int  # at least one: the main process reads where there are no workers
+    seed: int
+
+    @property
+    def pieces_per_step(self) -> int:
+        return self.num_workers if self.kind == "pooled" else 1
+
+    def num_slots(self, prefetch: int) -> int:
+        """Batches that may be in the making or in use at once, so that no worker writes into one still in use."""
+        per_worker = prefetch + (2 if self.kind == "shuffle" else 1)
+        return per_worker if self.kind == "pooled" else per_worker * self.num_workers
+
+    def groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
+        """Runs of steps that are made together. They begin anew with every epoch; `steps` may not begin within one."""
+        size = self.num_workers if self.kind == "shuffle" else 1
+        for _, group in groupby(steps, key=lambda step: (step.epoch, step.step // size)):
+            yield list(group)
+
+    def pieces(self, group: list[Step]) -> list[Piece]:
+        """The pieces of a group, in the order of the workers that make them: piece n by worker n % num_workers."""
+        if self.kind == "pooled":
+            step, borders = group[0], deal(self.batch_size, self.num_workers)
+            return [Piece(step.global_step * self.num_workers + worker, step,
+                          [(step.global_step, row) for row in range(borders[worker], borders[worker + 1])])
+                    for worker in range(self.num_workers)]
+        rows = [(step.global_step, row) for step in group for row in range(self.batch_size)]
+        if self.kind == "shuffle":
+            order = permutation(len(rows), self.seed, group[0].epoch, BUFFER, group[0].step)
+            rows = [rows[i] for i in order]
+        return [Piece(step.global_step, step, rows[i * self.batch_size : (i + 1) * self.batch_size]) for i, step in enumerate(group)]
+
+    def group_start(self, step: int) -> int:
+        """The first step of the group that `step` of an epoch belongs to."""
+        return step - step % self.num_workers if self.kind == "shuffle" else step

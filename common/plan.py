@@ -1,0 +1,125 @@
+"""The plan of a run, as numbers: what an epoch is for this data set and this world. Printed, saved and checked.
+
+    >>> Plan.make(index, sampling="exact", batch_size=64, world_size=3, num_workers=2, num_epochs=10, seed=0, shuffle=5000)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common import sampling
+from common.coverage import split_coverage, split_deal, split_order
+from common.errors import UserError
+from common.shards import ShardIndex
+
+SAME_ALWAYS = ("sampling", "seed", "shuffle", "num_samples", "num_classes", "data_digest")
+SAME_FOR_STREAMS = ("mix", "batch_size", "world_size", "num_workers", "epoch_samples")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`num_samples` are in the shards, `epoch_samples` are what an epoch counts; `batch_size` is that of one rank."""
+
+    sampling: str
+    mix: str
+    seed: int
+    shuffle: int
+    num_samples: int
+    epoch_samples: int
+    batch_size: int
+    world_size: int
+    num_workers: int
+    num_epochs: int
+    max_steps: int | None
+    shard_names: tuple[str, ...]
+    shard_sizes: tuple[int, ...]
+    num_classes: int
+    classes: tuple[str, ...] | None
+    data_digest: str
+
+    @classmethod
+    def make(cls, index: ShardIndex, *, sampling: str, mix: str, seed: int, shuffle: int, epoch_samples: int | None, batch_size: int,
+             world_size: int, num_workers: int, num_epochs: int, max_steps: int | None) -> Plan:
+        """The plan for a data set. Raises UserError where an epoch would have no step, or a rank nothing to read."""
+        plan = cls(sampling, mix, seed, shuffle, index.num_samples, epoch_samples or index.num_samples, batch_size, world_size,
+                   num_workers, num_epochs, max_steps, index.names, tuple(index.sizes.tolist()), index.num_classes, index.classes, index.digest)
+        if not plan.steps_per_epoch:
+            raise UserError(f"an epoch of {plan.epoch_samples} samples has no full batch of {plan.global_batch} (-b {batch_size} × {world_size} ranks); "
+                            f"--sampling {sampling}; lower -b, raise --epoch_samples, or use --sampling exact")
+        if plan.deals_shards and plan.num_full_shards < world_size:
+            raise UserError(f"more ranks than shards: shards={plan.num_full_shards}, ranks={world_size}, workers={num_workers}; --sampling {sampling}; "
+                            "use --sampling exact, or make more and smaller shards")
+        return plan
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimiser step over all ranks."""
+        return self.batch_size * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sampling.num_steps(self.epoch_samples, self.global_batch, drop_last=self.sampling != "exact")
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        total = self.num_epochs * self.steps_per_epoch
+        return total if self.max_steps is None else min(total, self.max_steps)
+
+    @property
+    def deals_shards(self) -> bool:
+        """Whether each shard belongs to one worker of one rank within an epoch."""
+        return self.sampling == "split" or (self.sampling == "resampled" and self.shuffle < 0)
+
+    @property
+    def num_full_shards(self) -> int:
+        return sum(size > 0 for size in self.shard_sizes)
+
+    def workers_of(self, rank: int) -> int:
+        """Loader workers that `rank` can feed: where shards are dealt, none without a shard."""
+        if not self.deals_shards:
+            return self.num_workers
+        return min(self.num_workers, len(range(rank, self.num_full_shards, self.world_size)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, for config.json and checkpoints."""
+        fields = dataclasses.asdict(self) | {"global_batch": self.global_batch, "steps_per_epoch": self.steps_per_epoch}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+    def check_resumed(self, saved: dict[str, Any]) -> None:
+        """Raise UserError for the first field in which a run to be continued differs and must not."""
+        current = self.as_dict()
+        for name in SAME_ALWAYS + (SAME_FOR_STREAMS if self.sampling != "exact" else ()):
+            if name in saved and saved[name] != current[name]:
+                raise UserError(f"the run to be continued had {name} {saved[name]}, this one has {current[name]}; --resume; "
+                                "give the old value, or start another run with --weights FILE")
+
+    def lines(self, local_ranks: int = 1) -> Iterator[str]:
+        """What the start-up says."""
+        yield (f"data: {self.num_samples} samples, {len(self.shard_names)} shards, {self.num_classes} classes; sampling {self.sampling}"
+               + (f", mix {self.mix}" if self.mix != "none" else "") + f", shuffle {self.shuffle}, seed {self.seed}")
+        yield (f"plan: global batch {self.global_batch} = {self.batch_size} × {self.world_size} ranks, "
+               f"{self.steps_per_epoch} steps per epoch on every rank, {self.num_epochs} epochs")
+        empty = len(self.shard_names) - self.num_full_shards
+        if empty:
+            yield f"warning: {empty} shards are empty"
+        if self.deals_shards:
+            yield self._dealt()
+        elif self.sampling == "resampled":
+            yield "sampling with replacement: an epoch repeats some samples and misses others (--sampling exact does neither)"
+        cores, readers = len(os.sched_getaffinity(0)), max(self.num_workers, 1) * local_ranks
+        if readers > cores:
+            yield f"warning: {self.num_workers} loader workers × {local_ranks} ranks on this node are more than its {cores} cores; lower -w"
+
+    def _dealt(self) -> str:
+        order = split_order(self.shard_sizes, self.shuffle, self.seed, 0)
+        missed, repeated = split_coverage(self.shard_sizes, order, self.world_size, self.num_workers, self.batch_size,
+                                          self.steps_per_epoch, pooled=self.mix == "pooled")
+        shares = ["/".join(str(len(shards)) for shards in workers) for workers in split_deal(order, self.world_size, self.num_workers)]
+        shown = ", ".join(shares[:8]) + (", …" if len(shares) > 8 else "")
+        return (f"shards per worker, rank by rank: {shown}; the first epoch misses {missed} samples and repeats {repeated} "
+                "(--sampling exact does neither)")

@@ -1,0 +1,61 @@
+"""Jobs for a few processes: results as they come, a bounded number waiting, and no process that outlives its parent.
+
+    for record in run_jobs(write_shard, jobs, num_workers=8): ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from common.errors import UserError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+PR_SET_PDEATHSIG = 1
+
+
+def available_cpus() -> int:
+    """The cores this process may use, which Slurm and containers make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], num_workers: int) -> Iterator[Result]:
+    """`function(job)` for every job, in the order they end. One worker or none: here, in this process.
+
+    Jobs are taken from the iterator as they are needed, so they may be large. The first exception
+    cancels what has not begun, waits for what has, and is raised.
+    """
+    if num_workers <= 1:
+        yield from map(function, jobs)
+        return
+    pool = ProcessPoolExecutor(num_workers, initializer=_start_worker, initargs=(os.getpid(),))
+    pending: set[Future[Result]] = set()
+    try:
+        for job in jobs:
+            pending.add(pool.submit(function, job))
+            if len(pending) > num_workers:  # one more than can run, so that none waits for this process
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool:
+        raise UserError(f"a worker process was killed, perhaps for want of memory; -w {num_workers}; "
+                        "run the same command again with fewer workers") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: the parent alone tells of it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent and sys.platform == "linux":  # it died before it could be asked about
+        os._exit(1)

@@ -1,0 +1,138 @@
+"""One optimiser step: forward, backward and update, so that any number of ranks computes what one would.
+
+Each sample's loss weighs 1 / (size of the global batch), the short last batch included, and rows that only
+fill up a batch weigh nothing. DistributedDataParallel averages over ranks, so the loss is scaled by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common.collate import Batch
+from common.data_parallel import padded_size
+from common.metrics import accuracy
+from common.model import normalize
+from common.optim import learning_rate, set_lr
+from common.sampling import STEP, mix
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (images, row numbers in the batch) -> logits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step is done: values that stay the same through a run. `num_replicas` is DP's, 1 elsewhere."""
+
+    lr: float
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    label_smoothing: float = 0.0
+    accum: int = 1
+    clip_grad: float = 0.0
+    amp: torch.dtype | None = None
+    seed: int = 0
+    num_replicas: int = 1
+
+    def lr_at(self, global_step: int) -> float:
+        """The learning rate of a step, a pure function of it."""
+        return learning_rate(global_step, base=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager:
+        """The precision that forward passes run in."""
+        return torch.autocast(device.type, self.amp) if self.amp else nullcontext()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Sums over this rank's samples of one step."""
+
+    loss: float
+    correct: int
+    num_samples: int
+
+
+@dataclass
+class Stepper:
+    """What a step works on. `model` may be wrapped (DDP, DP, compiled); `forward` calls it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    recipe: Recipe
+    device: torch.device
+    rank: int
+    world_size: int
+    forward: Forward
+
+    def train(self, batch: Batch) -> Outcome:
+        """One step on this rank's part of a global batch. Every rank calls it, also with no samples."""
+        recipe, step = self.recipe, batch.step
+        torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.rank))  # dropout and the like
+        set_lr(self.optimizer, recipe.lr_at(step.global_step))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        parts = list(self._micro_batches(batch))
+        for number, (image, label, row) in enumerate(parts):
+            with self._no_sync(number < len(parts) - 1), recipe.autocast(self.device):
+                logits = self.forward(image, row)
+                losses = F.cross_entropy(logits.float(), label, reduction="none", label_smoothing=recipe.label_smoothing)
+                real = row >= 0
+                loss = (losses * real).sum() * (self.world_size / step.size)
+                self.scaler.scale(loss).backward()
+            loss_sum += losses.detach()[real].double().sum()
+            correct += accuracy(logits.detach()[real], label[real], (1,))[0]
+        self._update()
+        return Outcome(loss_sum.item(), int(correct), len(batch))  # .item() waits for the device: once a step
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Images, labels and row numbers in `accum` parts, each filled with rows of number -1 to what BatchNorm needs."""
+        row = torch.arange(len(batch), device=self.device)
+        size = max(-(-len(batch) // self.recipe.accum), 1)
+        for start in range(0, max(len(batch), 1), size):
+            image, label = batch.image[start : start + size], batch.label[start : start + size]
+            missing = padded_size(len(label), self.recipe.num_replicas) - len(label)
+            if missing:  # copies of the last row where there is one: they shift the statistics least
+                image = torch.cat([image, image[-1:].expand(missing, -1, -1, -1) if len(image) else image.new_zeros(missing, *image.shape[1:])])
+                image = image.contiguous(memory_format=torch.channels_last)
+                label = torch.cat([label, label.new_zeros(missing)])
+            yield image, label, torch.cat([row[start : start + size], row.new_full((missing,), -1)])
+
+    def _no_sync(self, wanted: bool) -> AbstractContextManager:
+        no_sync: Any = getattr(self.model, "no_sync", nullcontext)
+        return no_sync() if wanted else nullcontext()
+
+    def _update(self) -> None:
+        if self.recipe.clip_grad:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def warm_up(self, image_size: int) -> None:
+        """One forward and backward that leave no trace. Every rank calls it before the first step of every start.
+
+        DDP lays out its buckets anew after the first backward; with three ranks or more the layout decides the order of
+        sums, and so the last bits. After this, a resumed run sums like one that was never stopped.
+        """
+        buffers = {name: value.clone() for name, value in self.model.named_buffers()}
+        image = torch.zeros(padded_size(2, self.recipe.num_replicas), 3, image_size, image_size, dtype=torch.uint8, device=self.device)
+        with self.recipe.autocast(self.device):
+            logits = self.forward(image.contiguous(memory_format=torch.channels_last), torch.full((len(image),), -1, device=self.device))
+            (logits.float().sum() * 0).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, value in self.model.named_buffers():
+                value.copy_(buffers[name])
+
+
+def plain_forward(model: nn.Module) -> Forward:
+    """Normalise on the device, then the model."""
+    return lambda image, row: model(normalize(image))

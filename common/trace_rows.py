@@ -1,0 +1,99 @@
+"""Reading a trace: the ranks' files merged step by step, a row of each in memory at a time.
+
+    >>> for step in merged("runs/ddp", is_live=lambda row: True):
+    ...     print([row.key for row in step])
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+
+_NUMBERS = ("attempt", "epoch", "step", "rank", "world_size")
+_LISTS = ("worker", "shard", "count", "key", "label")
+
+
+class Row(NamedTuple):
+    """A line of a trace: one rank's batch. `file_rank` is whose file it stands in, to be held against `rank`."""
+
+    attempt: int
+    epoch: int
+    step: int
+    rank: int
+    world_size: int
+    worker: list[int]
+    shard: list[str]
+    count: list[int]
+    key: list[str]
+    label: list[int]
+    file_rank: int
+
+    @property
+    def when(self) -> tuple[int, int, int]:
+        return self[:3]
+
+
+def rank_files(folder: str | Path) -> dict[int, Path]:
+    """The ranks' files of a run's folder, by rank."""
+    found = {path: re.fullmatch(r"rank(\d+)", path.stem) for path in sorted((Path(folder) / "trace").glob("rank*.jsonl"))}
+    return {int(match[1]): path for path, match in found.items() if match}
+
+
+def read_rows(path: Path, file_rank: int) -> Iterator[Row]:
+    """The rows of one file in order. A torn last line is left out; raises UserError for any other that is no row."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _row(json.loads(line), file_rank)
+            except (ValueError, KeyError, TypeError, IndexError):
+                raise UserError(f"not a row of a trace; {path} line {number}; it was changed or damaged and cannot be judged") from None
+
+
+def _row(values: dict[str, Any], file_rank: int) -> Row:
+    numbers, lists = [values[name] for name in _NUMBERS], [values[name] for name in _LISTS]
+    if not all(type(number) is int for number in numbers) or len({len(items) for items in lists}) != 1:
+        raise ValueError("a field of another kind")
+    return Row(*numbers, *lists, file_rank=file_rank)  # type: ignore[misc]
+
+
+def merged(folder: str | Path, is_live: Callable[[Row], bool]) -> Iterator[list[Row]]:
+    """The rows that count, step by step: those of all ranks for one step of one attempt together, by rank."""
+    streams = [filter(is_live, read_rows(path, rank)) for rank, path in rank_files(folder).items()]
+    for _, rows in groupby(heapq.merge(*streams, key=lambda row: row.when), key=lambda row: row.when):
+        yield list(rows)
+
+
+def survey(folder: str | Path) -> tuple[dict[int, tuple[int, int]], dict[str, int]]:
+    """A pass over all rows: each attempt's first (epoch, step), and each shard's size as far as it was seen."""
+    firsts: dict[int, tuple[int, int]] = {}
+    sizes: dict[str, int] = {}
+    for rank, path in rank_files(folder).items():
+        for row in read_rows(path, rank):
+            firsts[row.attempt] = min(firsts.get(row.attempt, row.when[1:]), row.when[1:])
+            for shard, count in zip(row.shard, row.count, strict=True):
+                sizes[shard] = max(sizes.get(shard, 0), count + 1)
+    return firsts, dict(sorted(sizes.items()))
+
+
+def last_row(path: Path, file_rank: int, block: int = 1 << 16) -> Row | None:
+    """The last whole row of a file, found from its end."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        while True:
+            file.seek(max(size - block, 0))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
+            if len(lines) > 1 or (lines and block >= size):
+                return _row(json.loads(lines[-1]), file_rank)
+            if block >= size:
+                return None
+            block *= 4
