@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Self
 
 from common.errors import UserError
 
@@ -91,7 +92,7 @@ class NodeLock:
             self._close()
         self._threads.release()
 
-    def __enter__(self) -> NodeLock:
+    def __enter__(self) -> Self:
         self.acquire()
         return self
 

@@ -14,7 +14,7 @@ from common.coverage import split_deal, split_order
 from common.sampling import EpochOrder, Step, deal, worker_of
 from common.trace_report import Faults
 from common.trace_rows import Row
-from common.trace_run import Attempt, Run
+from common.trace_run import Attempt, Plan, Run
 
 
 class Found(NamedTuple):
@@ -63,7 +63,7 @@ class Split(Resampled):
 
     def check(self, found: Found) -> int:
         """Hold the rank and worker of each sample against the deal, too."""
-        ranks, workers = self._owners(found.attempt.number, found.place.epoch)[:, found.shards]  # (n,) each
+        ranks, workers = self._owners(found.attempt.plan, found.place.epoch)[:, found.shards]  # (n,) each
         known, own = found.shards >= 0, ranks == found.row.file_rank
         for i in np.flatnonzero(known & ~own):
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, dealt to rank {ranks[i]}")
@@ -71,9 +71,8 @@ class Split(Resampled):
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, dealt to worker {workers[i]}, read by worker {found.row.worker[i]}")
         return super().check(found)
 
-    def _find_owners(self, number: int, epoch: int) -> np.ndarray:
+    def _find_owners(self, plan: Plan, epoch: int) -> np.ndarray:
         """The rank and the worker of each shard: int64, (2, shards)."""
-        plan = self.run.attempts[number].plan
         owners = np.full((2, len(self.run.shard_sizes)), -1)
         order = split_order(self.run.shard_sizes, plan.shuffle, plan.seed, epoch)
         for rank, workers in enumerate(split_deal(order, plan.world_size, plan.num_workers)):
@@ -109,9 +108,8 @@ class Exact(Resampled):
             self._tell_order(found, mine)
         return len(lacking) - len(skipped)
 
-    def planned(self, number: int, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The ids of the samples at positions [start, stop) of an epoch of attempt `number`: int64, (stop - start,)."""
-        plan = self.run.attempts[number].plan
+    def planned(self, plan: Plan, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The ids of the samples at positions [start, stop) of an epoch: int64, (stop - start,)."""
         located = self._order(plan.shuffle, plan.seed, epoch).locate(start, stop)
         return self.run.offsets[located[:, 0]] + located[:, 1]
 
@@ -120,7 +118,7 @@ class Exact(Resampled):
         if found.row.file_rank >= world_size:
             return np.zeros(0, dtype=np.int64)
         start, stop = place.part(found.row.file_rank, world_size)
-        return self._step(found.attempt.number, place.epoch, place.start, place.stop)[start - place.start : stop - place.start]
+        return self._step(found.attempt.plan, place.epoch, place.start, place.stop)[start - place.start : stop - place.start]
 
     def _make_order(self, window: int, seed: int, epoch: int) -> EpochOrder:
         return EpochOrder(self.run.shard_sizes, window, seed, epoch)
@@ -134,6 +132,6 @@ class Exact(Resampled):
 
     def _whose(self, found: Found, sample: int) -> str:
         place, world_size = found.place, found.attempt.plan.world_size
-        at = np.flatnonzero(self._step(found.attempt.number, place.epoch, place.start, place.stop) == sample)
+        at = np.flatnonzero(self._step(found.attempt.plan, place.epoch, place.start, place.stop) == sample)
         ranks = np.searchsorted(deal(place.size, world_size), at, side="right") - 1
         return f" (rank {ranks[0]}'s)" if len(ranks) and ranks[0] != found.row.file_rank else ""

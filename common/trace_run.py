@@ -70,6 +70,11 @@ class Attempt:
         start = min(start + since * plan.global_batch, plan.epoch_samples)
         return Step(epoch, step, begin.global_step + since, start, min(start + plan.global_batch, plan.epoch_samples))
 
+    def step_at(self, epoch: int, position: int) -> int:
+        """The step that holds a position of an epoch."""
+        done = self.begin if epoch == self.begin.epoch else Progress(epoch)
+        return done.step + (position - done.position) // self.plan.global_batch
+
     def is_before(self, epoch: int, step: int) -> bool:
         """Whether a step lies before this attempt began, so that it cannot be one of its."""
         return (epoch, step) < (self.begin.epoch, self.begin.step)
@@ -102,6 +107,11 @@ class Run:
         """The id of each shard's first sample: int64, (shards,). An id is a shard's offset and a sample's count."""
         return np.cumsum(self.shard_sizes) - self.shard_sizes
 
+    def attempt_at(self, epoch: int, position: int) -> Attempt:
+        """The attempt whose rows count at a position of an epoch."""
+        begun = [a for a in self.attempts if (a.begin.epoch, a.begin.position) <= (epoch, position)]
+        return next((a for a in begun if a.limit is None or (epoch, position) < a.limit), self.attempts[-1])
+
     def name(self, sample: int) -> str:
         """A sample in words. Its key is not known unless it was read."""
         shard = int(np.searchsorted(self.offsets + self.shard_sizes, sample, side="right"))
@@ -120,7 +130,7 @@ class Run:
         names, sizes = plan.get("shard_names") or [], plan.get("shard_sizes") or []
         if shards:
             names, sizes = _compare(names, sizes, shards)
-        known, begins = bool(names) and len(sizes) == len(names), status.get("attempts")
+        known, begins = bool(names) and len(sizes) == len(names), status.get("attempts") or config.get("attempts")
         if not known and plan.get("sampling") == "exact":
             raise UserError(f"config.json has no sizes of shards; {folder}; name the shards with -s")
         firsts, seen = ({}, {}) if known and begins else survey(folder)
@@ -128,7 +138,7 @@ class Run:
             names, sizes = list(seen), list(seen.values())
         run = cls(folder, _attempts(config, begins, firsts), status.get("state"), names,
                   np.asarray(sizes, dtype=np.int64), known, plan.get("classes"))
-        if run.plan.sampling == "exact" and any(a.plan.epoch_samples != run.shard_sizes.sum() for a in run.attempts):
+        if run.plan.sampling == "exact" and any(a.plan.epoch_samples > run.shard_sizes.sum() for a in run.attempts):
             raise UserError(f"the plan counts {run.plan.epoch_samples} samples, the shards hold {run.shard_sizes.sum()}; {folder}; it cannot be judged")
         run.skipped.update(_skipped(folder / "errors.jsonl", run))
         return run
