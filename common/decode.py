@@ -77,7 +77,8 @@ class Picture:
         return upright(self._stored(bottom, skip_rows)[:, top:bottom, left:right], self.orientation, mirror)
 
     def scaled(self, box: Box, size: int, factor: int, mirror: bool = False) -> Tensor:
-        """`box` (may be fractional) decoded at 1/factor and scaled: uint8 (3, size, size), upright, mirrored if asked."""
+        """`box`, which may be fractional, decoded at 1/factor and scaled: uint8 (3, size, size), upright, mirrored if
+        asked."""
         raise NotImplementedError("only a JPEG can be decoded at a fraction of its size")
 
     def reductions(self) -> tuple[int, ...]:
