@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Self
 
 from common.errors import UserError
 
@@ -92,7 +91,7 @@ class NodeLock:
             self._close()
         self._threads.release()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> NodeLock:
         self.acquire()
         return self
 

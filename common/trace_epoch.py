@@ -70,11 +70,14 @@ class EpochCount:
             missing &= self._expected(exact, complete)
             self._tell_missing(exact, missing, faults)
         num_missing = int(missing.sum()) if exact or complete else 0
-        means = [total / max(self.num_batches, 1) for total in (self.num_shards, self.num_workers)]
+        once, repeated = int((self.seen == 1).sum()), int((self.seen == 2).sum())
+        shards_per_batch, workers_per_batch = (total / max(self.num_batches, 1) for total in (self.num_shards, self.num_workers))
         return EpochReport(
-            self.number, complete, self.steps, self.num_reads, int((self.seen == 1).sum()), int((self.seen == 2).sum()),
-            num_missing if self.run.sizes_known else None, int(skipped.sum()), num_unused - num_missing,
-            all(len(set(counts)) == 1 for _, counts in self.steps), order_kept, *means, self._named_labels())  # fmt: skip
+            epoch=self.number, complete=complete, steps=self.steps, reads=self.num_reads, total=len(self.seen), distinct=once + repeated,
+            once=once, repeated=repeated, missing=num_missing if self.run.sizes_known else None, skipped=int(skipped.sum()),
+            not_reached=num_unused - num_missing, equal_steps=all(len(set(counts)) == 1 for _, counts in self.steps),
+            order_kept=order_kept, shards_per_batch=shards_per_batch, workers_per_batch=workers_per_batch,
+            labels=self._named_labels())  # fmt: skip
 
     def _expected(self, exact: Exact, complete: bool) -> np.ndarray:
         """Which samples the part of the epoch that is judged should have used: bool, (samples,)."""

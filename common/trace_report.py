@@ -44,16 +44,19 @@ class Faults:
 
 @dataclass
 class EpochReport:
-    """One epoch. `once`, `repeated`, `missing`, `skipped` and `not_reached` count samples and add up to those in the shards.
+    """One epoch. `once`, `repeated`, `missing`, `skipped` and `not_reached` count samples and add up to `total`, those in the shards.
 
     `steps` holds (world size, steps of each rank) for each world in turn; `reads` counts samples with their repeats;
-    `missing` is None where the shards' sizes are not known, `order_kept` None where no order is promised.
+    `distinct` samples were used at all; `missing` is None where the shards' sizes are not known, `order_kept` where no
+    order is promised.
     """
 
     epoch: int
     complete: bool
     steps: list[tuple[int, list[int]]]
     reads: int
+    total: int
+    distinct: int
     once: int
     repeated: int
     missing: int | None
@@ -68,7 +71,7 @@ class EpochReport:
     def cells(self) -> list[str]:
         """The table's row."""
         steps = ", then ".join(f"{counts[0]} x {size}" if len(set(counts)) == 1 else "/".join(map(str, counts)) for size, counts in self.steps)
-        numbers = [self.once, self.repeated, "?" if self.missing is None else self.missing, self.skipped]
+        numbers = [f"{self.distinct}/{self.total}", self.once, self.repeated, "?" if self.missing is None else self.missing, self.skipped]
         means = [f"{self.shards_per_batch:.1f}", f"{self.workers_per_batch:.1f}"]
         return [str(self.epoch) + ("" if self.complete else " so far"), steps, *map(str, numbers), *means, self._labels()]
 
@@ -78,7 +81,7 @@ class EpochReport:
         return ", ".join(f"{name} {count}" for name, count in self.labels.items())
 
 
-HEADER = ["epoch", "steps x ranks", "seen once", "repeated", "missing", "skipped", "shards/batch", "workers/batch", "labels"]
+HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missing", "skipped", "shards/batch", "workers/batch", "labels"]
 
 
 @dataclass
@@ -112,7 +115,7 @@ class Report:
         lines += _table([HEADER, *(epoch.cells() for epoch in self.epochs)])
         lines += [f"note: {note}" for note in self.notes]
         for kind, found in self.faults.as_dict().items():
-            lines.append(f"broken: {found['count']} {KINDS[kind]}")
+            lines.append(f"broken: {KINDS[kind]}: {found['count']}")
             lines += [f"    {text}" for text in found["examples"]]
             if found["count"] > len(found["examples"]):
                 lines.append(f"    and {found['count'] - len(found['examples'])} more")

@@ -1,0 +1,129 @@
+"""`--trace print`: shows which sample is where, step by step, before, inside and after the model's forward.
+
+    [batch]    what the loader of this rank gave: worker, shard, count and label of each sample
+    [forward]  what each replica of the model sees, on its own device, told from inside its forward
+    [done]     the device that each returned sample was processed on
+
+    printer = TracePrinter(NodeLock(lock_path(output)), rank=0, world_size=3)
+    model = DataParallel(TracedModel(module, printer))
+    printer.batch(batch, device)
+    logits, where = model(image, row)
+    printer.done(row, where, device)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from common.collate import Batch
+
+COLUMNS = ("row", "worker", "shard", "count", "label")
+
+
+def write_block(text: str) -> None:
+    """To stdout in one piece, with the progress bars of this process out of the way. A log that is gone ends no run."""
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    with tqdm.external_write_mode(file=sys.stdout), suppress(OSError):
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+class TracePrinter:
+    """Prints the blocks of one rank. `lock` is shared with the node's other ranks; `write` gets whole blocks.
+
+    `num_replicas` is DP's: on the CPU they share a device and are told apart by number.
+    """
+
+    def __init__(self, lock: AbstractContextManager, rank: int, world_size: int, num_replicas: int = 1,
+                 write: Callable[[str], None] = write_block):
+        self.lock, self.write, self.num_replicas = lock, write, num_replicas
+        self.who = f"rank {rank} of {world_size}"
+        self._batch: Batch | None = None
+        self._labels: list[int] = []
+
+    def batch(self, batch: Batch, device: torch.device | str) -> None:
+        """Before the forward. The batch stays the current one, for the blocks that follow, until the next call."""
+        self._batch, self._labels = batch, batch.label.tolist()
+        self._print("batch", str(device), batch.image.shape, range(len(batch.key)))
+
+    def forward(self, row: torch.Tensor, number: int, size: Sequence[int]) -> None:
+        """From inside a replica's forward, in whichever thread: `row` (n,) int64 as it got it, -1 for rows that only pad."""
+        if self._batch is not None:  # else a forward outside of a step, such as a warm-up
+            self._print("forward", self.place(row.device.type, number), size, row[row >= 0].tolist())
+
+    def done(self, row: torch.Tensor, where: torch.Tensor, device: torch.device | str) -> None:
+        """After the forward. `where` (n,) is what `TracedModel` returned for `row`; `device` the one they came back to."""
+        if self._batch is not None:
+            names = [self.place(torch.device(device).type, number) for number in where[row >= 0].tolist()]
+            self._print("done", str(device), None, row[row >= 0].tolist(), names)
+
+    def place(self, kind: str, number: int) -> str:
+        """A device in words: `cuda:1`, `cpu`, or `cpu replica 1`."""
+        if kind != "cpu":
+            return f"{kind}:{number}"
+        return f"cpu replica {number}" if self.num_replicas > 1 else "cpu"
+
+    def _print(self, block: str, device: str, size: Sequence[int] | None, rows: Sequence[int], names: Sequence[str] = ()) -> None:
+        batch = self._batch
+        assert batch is not None
+        shape = "" if size is None else f", input size {tuple(size)}"
+        lines = [f"[{block}] epoch {batch.step.epoch} step {batch.step.step}, {device}, {self.who}{shape}"]
+        table: list[Sequence[Any]] = [COLUMNS + ("device",) * bool(names)] if len(rows) else []
+        for i, row in enumerate(rows):
+            cells = (row, batch.worker[row], batch.shard[row], batch.count[row], self._labels[row])
+            table.append(cells + tuple(names[i : i + 1]))
+        widths = [max(len(str(cell)) for cell in column) for column in zip(*table, strict=True)]
+        lines += ["    " + "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        text = "\n".join(lines if len(rows) else [*lines, "    no samples"])
+        with self.lock:
+            self.write(text)
+
+
+def only_replica() -> int:
+    """The number of the replica where there is one."""
+    return 0
+
+
+class TracedModel(nn.Module):
+    """A model that says what it sees. Wrap it before DP or DDP do, so that each replica speaks for itself.
+
+    forward(image (n, …), row (n,) int64) -> (what the module returns, where (n,) int64): `row` are places in the batch,
+    dealt out along with the images, -1 for rows that only pad; `where` is the CUDA device's index or, on the CPU, what
+    `replica()` says in the replica's thread. `printer` None only tells `where`. state_dict and load_state_dict are the
+    module's own: no prefix.
+    """
+
+    def __init__(self, module: nn.Module, printer: TracePrinter | None = None, replica: Callable[[], int] = only_replica):
+        super().__init__()
+        self.module, self.printer, self.replica = module, printer, replica
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def forward(self, image: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device = image.device
+        number = self.replica() if device.type == "cpu" else device.index
+        if self.printer is not None:
+            self.printer.forward(row, number, image.shape)
+        return self.module(image), torch.full_like(row, number)
+
+
+def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    _rename(state, prefix + "module.", prefix)
+
+
+def _with_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    _rename(state, prefix, prefix + "module.")
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    for name in [name for name in state if name.startswith(old)]:
+        state[new + name[len(old) :]] = state.pop(name)
