@@ -15,44 +15,39 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 BATCHES = "{n_fmt}/{total_fmt} {desc} |{bar}| {rate_fmt} {remaining}"  # what matters most first: the rest is cut off
-EPOCHS = "epochs {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
+EPOCHS = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
 
 
 class Screen:
-    """Draws and prints for one rank. `lock` (acquire, release) keeps blocks of other ranks and of bars apart."""
+    """Draws and prints for one rank. `lock` (acquire, release) keeps bars, lines and blocks of other ranks apart."""
 
-    def __init__(self, num_epochs: int, start_epoch: int, lock: Any = None, text: TextIO | None = None,
-                 terminal: TextIO | None = None):
-        self.num_epochs, self.start_epoch = num_epochs, start_epoch
+    def __init__(self, lock: Any = None, text: TextIO | None = None, terminal: TextIO | None = None):
         self.text, self.terminal = text or sys.stdout, terminal or sys.stderr
         self.has_bars = self.terminal.isatty()
-        self.prints_steps = not (self.has_bars and self.text.isatty())  # bars say the same, on the same terminal
+        self.prints_steps = not (self.has_bars and self.text.isatty())  # else the bars say the same in the same place
         self._epochs: tqdm | None = None
         self._batches: tqdm | None = None
         tqdm.monitor_interval = 0  # its thread only serves bars that skip updates
-        tqdm.set_lock(lock or threading.RLock())  # its own lock would be a semaphore of the whole machine
+        tqdm.set_lock(lock or threading.RLock())  # the default one would be a semaphore of the whole machine
 
-    def start_epoch_bar(self, step: int, num_steps: int) -> None:
-        """A new bar of batches: `step` of `num_steps` are done."""
-        if self.has_bars:
-            if self._epochs is None:
-                self._epochs = self._bar(EPOCHS, self.start_epoch, self.num_epochs, 0)
-            self._batches = self._bar(BATCHES, step, num_steps, 1)
+    def step(self, epoch: tuple[int, int], batch: tuple[int, int], text: str) -> None:
+        """Move the bars. `epoch` and `batch` are (done, all), `text` stands before the bar of batches."""
+        if not self.has_bars:
+            return
+        if self._epochs is None:
+            self._epochs = self._bar(EPOCHS, *epoch, position=0, text="epochs")
+        if self._batches is None:  # made after its first batch, so that the time until then does not count as its rate
+            self._batches = self._bar(BATCHES, *batch, position=1, text=text)
+        self._epochs.update(epoch[0] - self._epochs.n)
+        self._batches.set_description_str(text, refresh=False)
+        self._batches.update(batch[0] - self._batches.n)
 
-    def advance(self, loss: tuple[float, float], top1: tuple[float, float]) -> None:
-        """One batch more; `loss` and `top1` are (now, mean)."""
-        if self._batches is not None:
-            values = f"loss={loss[0]:.3f}/{loss[1]:.3f} top1={top1[0]:.1f}/{top1[1]:.1f}"
-            self._batches.set_description_str(values, refresh=False)
-            self._batches.update()
-
-    def end_epoch_bar(self, whole: bool = True) -> None:
-        """Take the bar of batches away; `whole` counts its epoch as done."""
-        if self._batches is not None:
+    def end_epoch(self, num_done: int) -> None:
+        """Take the bar of batches away: `num_done` epochs are over."""
+        if self._batches is not None and self._epochs is not None:
             self._batches.close()
             self._batches = None
-            if self._epochs is not None and whole:
-                self._epochs.update()
+            self._epochs.update(num_done - self._epochs.n)
 
     def line(self, text: str, is_error: bool = False) -> None:
         """Print one or more whole lines, above the bars where there are any. A log that is gone ends no run."""
@@ -65,15 +60,15 @@ class Screen:
 
     def close(self) -> None:
         """Leave the terminal as a finished program should. May be called twice."""
-        self.end_epoch_bar(whole=False)
-        if self._epochs is not None:
-            self._epochs.close()
-            self._epochs = None
+        for bar in (self._batches, self._epochs):
+            if bar is not None:
+                bar.close()
+        self._batches = self._epochs = None
 
-    def _bar(self, form: str, done: int, total: int, position: int) -> tqdm:
+    def _bar(self, form: str, done: int, total: int, position: int, text: str) -> tqdm:
         size: dict[str, Any] = {"dynamic_ncols": True}
         with suppress(OSError, ValueError):
-            if os.get_terminal_size(self.terminal.fileno()).columns < 2:  # a terminal that does not know: tqdm would draw nothing
+            if os.get_terminal_size(self.terminal.fileno()).columns < 2:  # not known: tqdm would draw nothing
                 size = {"ncols": 79, "nrows": 24}
-        return tqdm(total=total, initial=done, bar_format=form, position=position, leave=position == 0,
+        return tqdm(desc=text, total=total, initial=done, bar_format=form, position=position, leave=position == 0,
                     file=self.terminal, miniters=1, **size)

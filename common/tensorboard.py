@@ -25,37 +25,39 @@ if TYPE_CHECKING:
 PATTERN = "events.out.tfevents.*"
 OPENING = "start/"  # tags of what every attempt writes before its first step
 NUM_IMAGES, NUM_COLUMNS, TILE, CAPTION = 32, 8, 112, 40  # of the grid; TILE and CAPTION are pixels
-MAX_NAMED, MAX_DRAWN = 30, 1000  # classes whose names and counts fit into a confusion matrix; that are drawn at all
+MAX_COUNTED, MAX_NAMED, MAX_DRAWN = 12, 40, 1000  # classes up to which a confusion matrix has counts, names, a figure
 
 
 class TensorBoard:
-    """Writes events into `folder`, going on from `start_step`, the number of steps that are done. Rank 0 only."""
+    """Writes events into `folder`, going on from `start_step`, the number of steps that are done. Rank 0 only.
+
+    Raises UserError where the folder can no longer be written.
+    """
 
     def __init__(self, folder: Path, start_step: int):
         self.folder, self.start_step = folder, start_step
         self._writer: SummaryWriter | None = None
         self._waiting: list[Callable[[SummaryWriter], None]] = []
+        self._kept: set[str] = set()  # tags that an earlier attempt has written at `start_step`
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Numbers by tag, on the disk when this returns."""
-        writer = self._open()
-        for tag, value in values.items():
-            writer.add_scalar(tag, value, step)
-        with writing(self.folder):
+        def write(writer: SummaryWriter) -> None:
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, step)
             writer.flush()
+
+        self._write(write, step, *values)
 
     def start_text(self, tag: str, text: str) -> None:
         """Markdown, written along with the first numbers."""
         self._waiting.append(lambda writer: writer.add_text(OPENING + tag, text, self.start_step))
 
     def start_images(self, image: torch.Tensor, captions: Sequence[str]) -> None:
-        """A grid of the first images, uint8 (n, 3, height, width), written along with the first numbers. Copies them."""
+        """A grid of the first of uint8 (n, 3, height, width), written along with the first numbers. Copies them."""
         images = image[:NUM_IMAGES].permute(0, 2, 3, 1).cpu().numpy().copy()
-
-        def draw(writer: SummaryWriter) -> None:
-            writer.add_image(OPENING + "first batch", image_grid(images, captions), self.start_step, dataformats="HWC")
-
-        self._waiting.append(draw)
+        self._waiting.append(lambda writer: writer.add_image(OPENING + "first batch", image_grid(images, captions),
+                                                             self.start_step, dataformats="HWC"))
 
     def figure(self, tag: str, figure: Figure, step: int) -> None:
         """A matplotlib figure as an image. No pyplot, so no window system is ever asked for."""
@@ -63,50 +65,55 @@ class TensorBoard:
 
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        self._open().add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
+        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+        self._write(lambda writer: writer.add_image(tag, pixels, step, dataformats="HWC"), step, tag)
 
     def confusion(self, matrix: np.ndarray, classes: Sequence[str], step: int) -> None:
         """Counts by class, int (true, predicted), as a figure and as a table of the accuracy of each class."""
         if len(classes) <= MAX_DRAWN:
             self.figure("val/confusion", confusion_figure(matrix, classes), step)
-        self._open().add_text("val/accuracy by class", accuracy_table(matrix, classes), step)
+        tag, table = "val/accuracy by class", accuracy_table(matrix, classes)
+        self._write(lambda writer: writer.add_text(tag, table, step), step, tag + "/text_summary")
 
     def close(self) -> None:
         """Write what waits, and close the file. May be called twice."""
         if self._waiting:
-            self._open()
+            self._write(lambda writer: None, self.start_step)
         if self._writer is not None:
             with writing(self.folder):
                 self._writer.close()
             self._writer = None
 
-    def _open(self) -> SummaryWriter:
-        if self._writer is None:
-            self._writer = _one_event_file(self.folder, self.start_step)
-            for write in self._waiting:
-                write(self._writer)
+    def _write(self, write: Callable[[SummaryWriter], None], step: int, *tags: str) -> None:
+        with writing(self.folder):
+            if self._writer is None:
+                self._writer = self._open()
+            for waiting in self._waiting:
+                waiting(self._writer)
             self._waiting.clear()
-        return self._writer
+            # A validation that a restart does again, on the same weights, gives the same numbers: one is enough.
+            if step != self.start_step or not self._kept.issuperset(tags):
+                write(self._writer)
 
+    def _open(self) -> SummaryWriter:
+        """A writer whose file begins with all earlier events up to `start_step`; their own files are removed.
 
-def _one_event_file(folder: Path, start_step: int) -> SummaryWriter:
-    """A writer whose file begins with all earlier events up to `start_step`; their own files are removed.
+        Killed in between, the next restart finds the same events in two files and takes them once.
+        """
+        from torch.utils.tensorboard import SummaryWriter
 
-    Killed in between, the next restart finds the same events in two files and takes them once.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    old = sorted(folder.glob(PATTERN))
-    with writing(folder):
-        # The suffix: a restart within the same second, on the same host and under the same pid, must not wipe the old file.
+        old = sorted(self.folder.glob(PATTERN))
+        # The suffix keeps a restart in the same second, on the same host, under the same pid from wiping the old file.
         # Purging from step 0 makes a TensorBoard that is watching forget what it is about to read again.
-        writer = SummaryWriter(str(folder), purge_step=0 if old else None, filename_suffix=f".{time.time_ns()}")
-        for event in _earlier_events(old, start_step):
-            writer.file_writer.add_event(event, event.step, event.wall_time)
+        writer = SummaryWriter(str(self.folder), purge_step=0 if old else None, filename_suffix=f".{time.time_ns()}")
+        for event in _earlier_events(old, self.start_step):
+            writer._get_file_writer().add_event(event, event.step, event.wall_time)
+            if event.step == self.start_step:
+                self._kept.update(value.tag for value in event.summary.value)
         writer.flush()
         for path in old:
             path.unlink()
-    return writer
+        return writer
 
 
 def _earlier_events(paths: Sequence[Path], start_step: int) -> Iterator[Any]:
@@ -150,7 +157,7 @@ def accuracy_table(matrix: np.ndarray, classes: Sequence[str]) -> str:
     """Markdown, the worst class first; a hundred rows at most."""
     accuracy, totals = class_accuracy(matrix), matrix.sum(axis=1)
     order = np.argsort(accuracy, kind="stable")[:100]  # NaN comes last
-    rows = [f"| {classes[i]} | {accuracy[i]:.2f} | {totals[i]} |".replace("nan", "–") for i in order]
+    rows = [f"| {classes[i]} | {f'{accuracy[i]:.2f}' if totals[i] else '–'} | {totals[i]} |" for i in order]
     return "\n".join(["| class | top-1, % | samples |", "|---|---|---|", *rows])
 
 
@@ -169,9 +176,10 @@ def confusion_figure(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     if num_classes <= MAX_NAMED:
         accuracy = class_accuracy(matrix)
         axes.set_xticks(range(num_classes), [str(name)[:20] for name in classes], rotation=90)
-        axes.set_yticks(range(num_classes), [f"{str(name)[:20]}  {accuracy[i]:.1f} %" for i, name in enumerate(classes)])
+        labels = [f"{str(name)[:20]}  {percent:.1f} %" for name, percent in zip(classes, accuracy, strict=True)]
+        axes.set_yticks(range(num_classes), labels)
+    if num_classes <= MAX_COUNTED:  # each text takes 2 ms
         for (row, column), number in np.ndenumerate(matrix):
-            if number:
-                color = "white" if share[row, column] > 50 else "black"
-                axes.text(column, row, f"{number}", ha="center", va="center", fontsize=7, color=color)
+            color = "white" if share[row, column] > 50 else "black"
+            axes.text(column, row, f"{number}", ha="center", va="center", fontsize=7, color=color)
     return figure
