@@ -108,18 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from common.trace_audit import audit
+    from common.trace_canvas import Canvas
     from common.trace_run import Run
 
     run = Run.open(args.run, args.shards)
-    canvas = None
-    if args.plot:
-        from common.trace_plot import Canvas  # matplotlib takes a second to load
-
-        canvas = Canvas.for_run(run)
+    canvas = Canvas.for_run(run) if args.plot else None
     report = audit(run, canvas)
     print(json.dumps(report.as_dict()) if args.json else report.text())
     if canvas is not None:
-        canvas.save(args.plot)
+        from common.trace_plot import paint, save, title_of
+
+        save(paint(canvas, title_of(report)), args.plot)
     return 0 if report.kept else 1
 
 

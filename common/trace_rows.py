@@ -51,12 +51,42 @@ def read_rows(path: Path, file_rank: int) -> Iterator[Row]:
     """The rows of one file in order. A torn last line is left out; raises UserError for any other that is no row."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield _row(json.loads(line), file_rank)
-            except (ValueError, KeyError, TypeError, IndexError):
-                raise UserError(f"not a row of a trace; {path} line {number}; it was changed or damaged and cannot be judged") from None
+            if line.endswith(b"\n"):
+                yield _parse(line, file_rank, f"{path} line {number}")
+
+
+def sampled_rows(path: Path, file_rank: int, num_rows: int) -> Iterator[Row]:
+    """About `num_rows` rows spread evenly over a file, in order, by jumping through it."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        for i in range(num_rows):
+            file.seek(max(size * i // num_rows - 1, 0))
+            if i:
+                file.readline()  # the rest of a row, or the newline before one
+            start, line = file.tell(), file.readline()
+            if line.endswith(b"\n"):
+                yield _parse(line, file_rank, f"{path} byte {start}")
+
+
+def last_row(path: Path, file_rank: int, block: int = 1 << 16) -> Row | None:
+    """The last whole row of a file, found from its end."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        while True:
+            file.seek(max(size - block, 0))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
+            if len(lines) > 1 or (lines and block >= size):
+                return _parse(lines[-1], file_rank, f"{path}, the last line")
+            if block >= size:
+                return None
+            block *= 4
+
+
+def _parse(line: bytes, file_rank: int, where: str) -> Row:
+    try:
+        return _row(json.loads(line), file_rank)
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"not a row of a trace; {where}; it was changed or damaged and cannot be judged") from None
 
 
 def _row(values: dict[str, Any], file_rank: int) -> Row:
@@ -84,16 +114,3 @@ def survey(folder: str | Path) -> tuple[dict[int, tuple[int, int]], dict[str, in
                 sizes[shard] = max(sizes.get(shard, 0), count + 1)
     return firsts, dict(sorted(sizes.items()))
 
-
-def last_row(path: Path, file_rank: int, block: int = 1 << 16) -> Row | None:
-    """The last whole row of a file, found from its end."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        while True:
-            file.seek(max(size - block, 0))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
-            if len(lines) > 1 or (lines and block >= size):
-                return _row(json.loads(lines[-1]), file_rank)
-            if block >= size:
-                return None
-            block *= 4
