@@ -126,7 +126,9 @@ class Run:
         if not rank_files(folder):
             raise UserError(f"no trace; {folder / 'trace'}; train with --trace save")
         config, status = _load(folder / "config.json"), _load(folder / "status.json", default={})
-        plan = config.get("plan") or {}
+        plan = config.get("plan")
+        if not isinstance(plan, dict):
+            raise UserError(f"config.json has no plan; {folder}; it cannot be judged")
         names, sizes = plan.get("shard_names") or [], plan.get("shard_sizes") or []
         if shards:
             names, sizes = _compare(names, sizes, shards)

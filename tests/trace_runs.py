@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class TracedRun:
     errors: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self) -> Path:
+        shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / "trace").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(self.config))
         (self.folder / "status.json").write_text(json.dumps(self.status))
