@@ -31,6 +31,8 @@ from common.picture import Box, DecodeError, check_size, exif_orientation
 
 # What libjpeg says of a scan that holds more rows than the header claims; one line, and only if it said nothing before.
 _ROWS_LEFT = re.compile(rb"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9\n")
+_SEGMENT = struct.Struct(">HH")  # marker, length
+_FRAME = struct.Struct(">HHBHHB")  # marker, length, precision, height, width, number of components
 _MIN_SAVED = 1 / 16  # of the rows: below that, copying the file and catching the remark cost as much as they save
 
 
@@ -50,49 +52,49 @@ class Header(NamedTuple):
 
 def read_header(data: memoryview) -> Header:
     """Read the segments up to the first scan, about 5 µs. Raises DecodeError; called for every JPEG image."""
-    frame: tuple[int, int] | None = None  # marker and place of the frame header
-    orientation, restarts = 1, False
-    for marker, start, stop in _segments(data):
-        if marker == 0xE1 and orientation == 1 and data[start : start + 6] == b"Exif\0\0":
-            orientation = exif_orientation(data[start:stop])
-        elif marker == 0xDD:
-            restarts = True
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            frame = marker, start
-        elif marker == 0xDA:
+    frame, orientation, restarts = 0, 1, False
+    place = 2
+    while True:
+        try:
+            marker, length = _SEGMENT.unpack_from(data, place)
+        except struct.error:
+            raise DecodeError("truncated", f"JPEG of {len(data)} bytes that ends within its header") from None
+        if marker <= 0xFF00 or marker == 0xFFFF:  # padding or stray bytes: go on to the next marker
+            place += 1
+            continue
+        if marker == 0xFF01 or 0xFFD0 <= marker <= 0xFFD8:  # no content
+            place += 2
+            continue
+        if marker == 0xFFDA or marker == 0xFFD9:
             break
-    if frame is None or stop - start < 1:
-        raise DecodeError("corrupt", "JPEG without a frame header")
+        if marker == 0xFFE1 and orientation == 1 and data[place + 4 : place + 10] == b"Exif\0\0":
+            orientation = exif_orientation(data[place + 4 : place + 2 + length])
+        elif marker == 0xFFDD:
+            restarts = True
+        elif 0xFFC0 <= marker <= 0xFFCF and marker not in (0xFFC4, 0xFFC8, 0xFFCC):
+            frame = place
+        place += 2 + max(length, 2)
+    if marker == 0xFFD9 or not frame:
+        raise DecodeError("corrupt", "JPEG without an image")
+    return _header(data, frame, place, orientation, restarts)
+
+
+def _header(data: memoryview, frame: int, scan: int, orientation: int, has_restarts: bool) -> Header:
+    """The header from the places of the frame and scan segments; both lie within the data, but for their ends."""
     try:
-        precision, height, width, num_components = struct.unpack_from(">BHHB", data, frame[1])
-        vertical = max((data[frame[1] + 7 + 3 * i] & 15 for i in range(num_components)), default=1)
+        marker, _, precision, height, width, num_components = _FRAME.unpack_from(data, frame)
+        vertical = max((data[frame + 11 + 3 * i] & 15 for i in range(num_components)), default=1)
+        one_scan = data[scan + 4] == num_components
     except (struct.error, IndexError):
-        raise DecodeError("corrupt", "JPEG with a short frame header") from None
+        raise DecodeError("truncated", f"JPEG of {len(data)} bytes that ends within its header") from None
     if not (height and width):
         raise DecodeError("unsupported", "JPEG that does not give its size in the header")
     check_size(height, width)
-    baseline = frame[0] == 0xC0 and precision == 8 and data[start] == num_components and 1 <= vertical <= 4
-    ended = data[-2:] == b"\xff\xd9"
-    return Header(height, width, num_components, orientation, frame[1] + 1, 8 * vertical, baseline, restarts, ended)
-
-
-def _segments(data: memoryview) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, stop) of each segment's content. Raises DecodeError where the file ends before its first scan."""
-    place, end = 2, len(data)
-    while place + 4 <= end:
-        if data[place] != 0xFF or data[place + 1] in (0x00, 0xFF):  # padding or stray bytes: go on to the next marker
-            place += 1
-        elif data[place + 1] == 0x01 or 0xD0 <= data[place + 1] <= 0xD8:  # markers without content
-            place += 2
-        elif data[place + 1] == 0xD9:
-            raise DecodeError("corrupt", "JPEG that ends before its first scan")
-        else:
-            start, stop = place + 4, place + 2 + (data[place + 2] << 8 | data[place + 3])
-            if stop > end:
-                break
-            yield data[place + 1], start, stop
-            place = max(stop, start)
-    raise DecodeError("truncated", f"JPEG of {end} bytes that ends within its header")
+    is_baseline = marker == 0xFFC0 and precision == 8 and one_scan and 1 <= vertical <= 4
+    is_ended, height_at = data[-2:] == b"\xff\xd9", frame + 5
+    return Header(
+        height, width, num_components, orientation, height_at, 8 * vertical, is_baseline, has_restarts, is_ended
+    )
 
 
 def decode_all(data: memoryview, header: Header) -> Tensor:
@@ -103,7 +105,7 @@ def decode_all(data: memoryview, header: Header) -> Tensor:
     try:
         return native(torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8))
     except RuntimeError as error:
-        message = str(error).partition("\n")[0]
+        message = re.sub(r".*\.cpp:\d+, ", "", str(error).partition("\n")[0])  # less the place in torchvision's source
     if "truncated" in message:
         raise DecodeError("truncated", f"JPEG of {len(data)} bytes, {header.width} x {header.height} pixels")
     try:  # Pillow's libjpeg is built with more (arithmetic coding)
@@ -182,7 +184,7 @@ def _from_pillow(image: Image.Image) -> Tensor:
 @lru_cache(maxsize=1)
 def _native_decoder() -> Callable[[Tensor], Tensor] | None:
     """torchvision's decoder, a fifth faster than Pillow's; None where torchvision was built without or dropped it."""
-    import torchvision.io  # type: ignore[import-untyped]
+    import torchvision.io
 
     try:
         operator: Any = torch.ops.image.decode_jpeg.default

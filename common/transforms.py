@@ -21,8 +21,9 @@ from torch.utils.data import get_worker_info
 from common.decode import Data, Picture, open_image
 from common.picture import Box
 
-# A JPEG is decoded at 1/2, 1/4 or 1/8 where the crop is then still this many times the wanted size.
-REDUCTION_MARGIN = 1.5
+# A JPEG is decoded at 1/2, 1/4 or 1/8 where the crop is then still this many times the wanted size on both sides.
+# Against whole decoding, over 1000 crops of 70 photographs: median 52 dB, worst 39.7 dB (with 1.5: 50 and 37 dB).
+REDUCTION_MARGIN = 2.0
 
 
 @dataclass(frozen=True)
