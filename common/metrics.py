@@ -26,7 +26,8 @@ class AverageMeter:
 
     def update(self, value: float | Tensor, weight: float = 1.0) -> None:
         """Add `value` (a number or a tensor of one, which is waited for) with a weight, mostly a number of samples."""
-        self.value, weight = float(value), float(weight)
+        self.value = float(value.detach() if isinstance(value, Tensor) else value)
+        weight = float(weight)
         if weight:  # a batch without samples may bring NaN: 0 x NaN would stay for ever
             self.total += self.value * weight
             self.weight += weight
