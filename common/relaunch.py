@@ -77,9 +77,7 @@ def find_folder(parent: Path, env: Env, command: Sequence[str]) -> Path | None:
 def remember_folder(path: Path, env: Env, command: Sequence[str]) -> None:
     """Keep the folder of a new launch for `find_folder`. Nothing happens where no launcher would ask."""
     if name := launch_name(env, command):
-        folders = _folders(path.parent, env, command)
-        folders.pop(agent_name(env), None)
-        folders[agent_name(env)] = path.name
+        folders = {**_folders(path.parent, env, command), agent_name(env): path.name}
         write_atomic(path.parent / f".launch-{name}", json.dumps(folders) + "\n")
 
 

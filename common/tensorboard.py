@@ -9,6 +9,7 @@ torch.utils.tensorboard and matplotlib are imported when something is first draw
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,9 @@ class TensorBoard:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = FigureCanvasAgg(figure)
-        canvas.draw()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a line for each letter that the font lacks
+            canvas.draw()
         pixels = np.asarray(canvas.buffer_rgba())[..., :3]
         self._write(lambda writer: writer.add_image(tag, pixels, step, dataformats="HWC"), step, tag)
 
@@ -142,9 +145,14 @@ def image_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     for number, (image, caption) in enumerate(zip(images, captions, strict=False)):
         left, top = number % NUM_COLUMNS * TILE, number // NUM_COLUMNS * (TILE + CAPTION)
         grid.paste(Image.fromarray(image).resize((TILE, TILE)), (left, top))
-        for row, line in enumerate(caption.encode("latin-1", "replace").decode("latin-1").split("\n")):
+        for row, line in enumerate(printable(caption).split("\n")):
             draw.text((left + 2, top + TILE + 12 * row), line[:20], fill="black", font=font)
     return np.asarray(grid)
+
+
+def printable(text: str) -> str:
+    """Names come from file names, which may hold bytes that are no letters and that nothing can draw."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def class_accuracy(matrix: np.ndarray) -> np.ndarray:
@@ -157,7 +165,7 @@ def accuracy_table(matrix: np.ndarray, classes: Sequence[str]) -> str:
     """Markdown, the worst class first; a hundred rows at most."""
     accuracy, totals = class_accuracy(matrix), matrix.sum(axis=1)
     order = np.argsort(accuracy, kind="stable")[:100]  # NaN comes last
-    rows = [f"| {classes[i]} | {f'{accuracy[i]:.2f}' if totals[i] else '–'} | {totals[i]} |" for i in order]
+    rows = [f"| {printable(classes[i])} | {f'{accuracy[i]:.2f}' if totals[i] else '–'} | {totals[i]} |" for i in order]
     return "\n".join(["| class | top-1, % | samples |", "|---|---|---|", *rows])
 
 
@@ -174,10 +182,10 @@ def confusion_figure(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     figure.colorbar(drawn, label="% of the true class")
     axes.set(xlabel="predicted", ylabel="true")
     if num_classes <= MAX_NAMED:
-        accuracy = class_accuracy(matrix)
-        axes.set_xticks(range(num_classes), [str(name)[:20] for name in classes], rotation=90)
-        labels = [f"{str(name)[:20]}  {percent:.1f} %" for name, percent in zip(classes, accuracy, strict=True)]
-        axes.set_yticks(range(num_classes), labels)
+        names = [printable(name)[:20] for name in classes]
+        labels = [f"{name}  {percent:.1f} %" for name, percent in zip(names, class_accuracy(matrix), strict=True)]
+        axes.set_xticks(range(num_classes), names, rotation=90, parse_math=False)
+        axes.set_yticks(range(num_classes), labels, parse_math=False)
     if num_classes <= MAX_COUNTED:  # each text takes 2 ms
         for (row, column), number in np.ndenumerate(matrix):
             color = "white" if share[row, column] > 50 else "black"

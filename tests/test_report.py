@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,15 @@ def test_high_data_wait_is_said_with_what_to_turn_but_not_at_every_line(tmp_path
     hints = [number for number, line in enumerate(bench.lines()) if line.startswith("note:")]
     assert hints == [2, 8] and len(bench.lines()) == 13  # after reports 2 and 7
     assert all(word in bench.lines()[2] for word in ("43%", "-w", "--resize", "--image_size"))
-    calm = Bench(tmp_path / "..", report_seconds=0)
-    for step in range(1, 8):
-        calm.step(step, wait_seconds=0.1)
-    assert not any(line.startswith("note:") for line in calm.lines())
+
+
+@pytest.mark.parametrize(("report_seconds", "num_steps", "wait_seconds"), [(0, 8, 0.1), (5, 5, 0.9)])
+def test_no_hint_for_a_low_data_wait_or_the_first_batches(tmp_path: Path, report_seconds: float, num_steps: int,
+                                                          wait_seconds: float) -> None:
+    bench = Bench(tmp_path, report_seconds=report_seconds)
+    for step in range(1, num_steps + 1):
+        bench.step(step, wait_seconds=wait_seconds)
+    assert bench.lines() and not any(line.startswith("note:") for line in bench.lines())
 
 
 # Who speaks
@@ -274,7 +280,7 @@ def draw(tmp_path: Path, columns: int, steps: range, **settings: Any) -> tuple[B
     bench = Bench(tmp_path, terminal=terminal, **settings)
     from tqdm import tqdm
     for step in steps:
-        bench.step(step, loss=Meter(2.25, 2.5), top1=Meter(12.5, 10.0))
+        bench.step(step, loss=Meter(2.25, 2.5), top1=Meter(step + 0.5, 10.0))
         for bar in list(tqdm._instances):
             bar.refresh()
     bench.report.close()
@@ -303,7 +309,7 @@ def test_two_bars_on_a_terminal(tmp_path: Path) -> None:
     bench, drawn = draw(tmp_path, 100, range(1, 21))
     lines = shown(drawn)
     heads = [line.split("|")[0].strip() for line in lines]
-    assert {f"{n}/10 loss=2.250/2.500 top1=12.5/10.0" for n in range(1, 10)} <= set(heads)
+    assert {f"{n}/10 loss=2.250/2.500 top1={n}.5/10.0" for n in range(1, 10)} <= set(heads)
     assert {f"epochs {n}/2" for n in range(3)} <= set(heads)
     assert lines[-1].startswith("epochs 2/2 |")
     assert max(map(len, lines)) < 100 and "more hidden" not in drawn and not any("?" in head for head in heads)
@@ -318,16 +324,17 @@ def test_bars_on_a_narrow_terminal(tmp_path: Path, columns: int) -> None:
     assert any(line.startswith("7/10 loss=2.250"[: columns or 80]) for line in lines)
     assert any(line.startswith("epochs 1/2") for line in lines)
     if columns == 40:
-        assert any(line.startswith("7/10 loss=2.250/2.500 top1=12.5/10.0") for line in lines)
+        assert any(line.startswith("7/10 loss=2.250/2.500 top1=7.5/10.0") for line in lines)
 
 
 def test_bars_go_on_where_the_run_stopped(tmp_path: Path) -> None:
     start = Progress(epoch=1, step=4, global_step=14, position=32)
     bench, drawn = draw(tmp_path, 100, range(15, 25), num_epochs=3, start=start)
     lines = shown(drawn)
-    counts = {line.split()[0] for line in lines if " loss=" in line}
-    assert counts - {"10/10"} == {f"{n}/10" for n in range(1, 10)}
-    assert " ".join(lines).index("5/10 ") < " ".join(lines).index("1/10 ")
+    heads = {line.split("|")[0].strip() for line in lines if " loss=" in line and not line.startswith("10/10")}
+    expected = {14: range(5, 10), 20: range(1, 5)}  # steps of the run before an epoch's first
+    assert heads == {f"{n}/10 loss=2.250/2.500 top1={n + (10 if before == 14 else before)}.5/10.0"
+                     for before, numbers in expected.items() for n in numbers}
     assert {line.split()[1] for line in lines if line.startswith("epochs")} == {"1/3", "2/3"}
     assert [(row["epoch"], row["step"]) for row in bench.rows()] == [(1, 20), (2, 24)]
 
@@ -442,7 +449,7 @@ class Images:
 
 def test_events_of_all_attempts_are_in_one_file_without_a_step_twice(tmp_path: Path) -> None:
     """Restarts within a second, one of them after a kill that tore the file."""
-    for attempt, start in enumerate([0, 5, 3]):
+    for attempt, start in enumerate([0, 5, 5, 3, 3]):
         place = Progress(0, start, start, 0)
         bench = Bench(tmp_path, report_seconds=0, steps_per_epoch=100, attempt=attempt, start=place)
         bench.report.config({"lr": 0.1, "attempt": attempt})
@@ -458,11 +465,23 @@ def test_events_of_all_attempts_are_in_one_file_without_a_step_twice(tmp_path: P
         assert len(list(tmp_path.glob(PATTERN))) == 1
     events = read_events(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
-        (1, 1.0), (2, 2.0), (3, 3.0), (4, 204.0), (5, 205.0), (6, 206.0), (7, 207.0)]
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 404.0), (5, 405.0), (6, 406.0), (7, 407.0)]
     texts = events.Tensors("start/config/text_summary")
-    assert [text.step for text in texts] == [0, 3] and b"| attempt | 2 |" in texts[1].tensor_proto.string_val[0]
+    assert [text.step for text in texts] == [0, 3] and b"| attempt | 4 |" in texts[1].tensor_proto.string_val[0]
     assert [image.step for image in events.Images("start/first batch")] == [0, 3]
     assert [row["step"] for row in bench.rows()] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_files_of_one_second_and_one_pid_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer import event_file_writer as writer
+
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for attempt in range(2):
+        monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))  # as in a new process
+        bench = Bench(tmp_path, report_seconds=0, attempt=attempt, start=Progress(0, attempt, attempt, 0))
+        bench.step(attempt + 1)
+        bench.report.close()
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_a_kill_while_events_are_copied_doubles_none(tmp_path: Path) -> None:
@@ -504,7 +523,7 @@ def test_first_batch_is_copied_when_given_and_drawn_later(tmp_path: Path) -> Non
 
 def test_image_grid_places_images_and_captions() -> None:
     images = np.zeros((9, 8, 8, 3), dtype=np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
-    grid = image_grid(images, ["猫\n" + "x" * 100] + [""] * 8)
+    grid = image_grid(images, ["猫\udcff\n" + "x" * 100] + [""] * 8)
     assert grid.shape == (304, 896, 3)
     assert grid[10, 10 + 112 * 7].tolist() == [7] * 3 and grid[162, 10].tolist() == [8] * 3
     assert grid[112:152, :112].min() < 128 and grid[112:152, 224:].min() == 255
@@ -517,7 +536,8 @@ def test_confusion_names_classes_and_their_accuracy(tmp_path: Path) -> None:
     assert table.splitlines()[2:] == ["| dog | 0.00 | 2 |", "| cat | 75.00 | 4 |", "| nan | – | 0 |"]
     bench = Bench(tmp_path)
     bench.report.confusion(matrix, ["cat", "nan", "dog"], 7)
-    bench.report.confusion(np.ones((40, 40), dtype=int), None, 8)
+    odd = [*(str(number) for number in range(37)), "$x^", "猫", "a\udcff"]  # no formula, no glyph, no letter
+    bench.report.confusion(np.ones((40, 40), dtype=int), odd, 8)
     bench.report.confusion(np.ones((1001, 1001), dtype=int), None, 9)  # a table only
     bench.report.close()
     events = read_events(tmp_path)

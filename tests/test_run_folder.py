@@ -144,7 +144,8 @@ def test_launch_name() -> None:
     assert name({}) == "" and name({"RANK": "0"}) == ""
     assert name(torchrun(0, "none", 1)) == name(torchrun(3, "none", 1)) != name(torchrun(0, "none", 2))
     assert name(torchrun(0, "job", 1)) == name(torchrun(1, "job", 2)) != name(torchrun(0, "job2", 1))
-    assert name(slurm(0)) == name(slurm(2)) != name(slurm(0, job="8"))
+    assert name(slurm(0)) == name(slurm(2))
+    assert len({name(slurm(0)), name(slurm(0, job="8")), name(slurm(0, step="1"))}) == 3
     assert "/" not in name(torchrun(0, "a/../b c")) and len(name(torchrun(0, "x" * 500))) < 120
 
 
@@ -188,7 +189,7 @@ def test_folder_with_other_files_is_fine(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/nowhere")):
+    for path in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/nowhere"), Path("/proc/self")):
         with pytest.raises(UserError) as error:
             RunFolder.open("train_dp", path, False, env={})
         assert str(path) in str(error.value) and "--output" in str(error.value) and "\n" not in str(error.value)
@@ -257,7 +258,8 @@ def test_config_keeps_the_plan_of_every_attempt(tmp_path: Path) -> None:
         folder = RunFolder(tmp_path)
         folder.start_attempt(START)
         if attempt != 1:  # killed before it was written
-            folder.write_config({"script": "train_ddp", "config": {"batch_size": 4}, "plan": plan})
+            for written in [{}, plan][attempt > 0 :]:  # the last one counts
+                folder.write_config({"script": "train_ddp", "config": {"batch_size": 4}, "plan": written})
     config = read_json(tmp_path / "config.json")
     assert (config["script"], config["config"], config["plan"]) == ("train_ddp", {"batch_size": 4}, plans[2])
     assert config["plans"] == [plans[0], plans[2], plans[2]]
@@ -265,7 +267,10 @@ def test_config_keeps_the_plan_of_every_attempt(tmp_path: Path) -> None:
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "status.json"
-    write_atomic(path, "{}\n")
+    write_atomic(path, '{"older": 1}')
+    with open(path) as reader:
+        write_atomic(path, "{}\n")
+        assert reader.read() == '{"older": 1}'  # replaced, not overwritten
 
     def no_space(file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
