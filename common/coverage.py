@@ -45,8 +45,9 @@ def split_coverage(shard_sizes: Sequence[int] | np.ndarray, shard_order: Sequenc
     """(num_missed, num_repeated): samples that an epoch never uses, and samples that it uses more than once.
 
     `shard_order` is the epoch's order of shards, `batch_size` that of one rank. `steps` is the epoch's number of steps,
-    or the range of the run's steps that they are: step t of a rank is made by its worker t % W. `pooled` (`--mix pooled`)
-    takes a part of every batch from each worker instead. Raises ValueError where a worker would have nothing to read.
+    or the range of the run's steps that they are: step t of a rank is made by its worker t % W. `pooled`
+    (`--mix pooled`) takes a part of every batch from each worker instead. Raises ValueError where a worker would have
+    nothing to read.
 
     With `--shuffle -1` this says which samples, too: the ends of some workers' shards are missed, the beginnings of
     others' repeated. A shuffle buffer changes which, but not how many, since each pass over a worker's shards empties

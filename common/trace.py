@@ -36,7 +36,8 @@ class Trace:
 
     def __init__(self, output: str | Path | None, attempt: int, rank: int, world_size: int):
         self.attempt, self.rank, self.world_size = attempt, rank, world_size
-        self._file = None if output is None else _open_for_append(trace_path(output, rank))
+        self.path = trace_path(output or "", rank)
+        self._file = None if output is None else _open_for_append(self.path)
 
     def save(self, batch: Batch, device: str, replica: Sequence[int]) -> None:
         """Add the row of a batch. `replica` (n,) is the DP replica of each sample; rows that only pad have no entry.
@@ -56,9 +57,9 @@ class Trace:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            raise UserError(f"the trace cannot be written ({error.strerror}); rank {self.rank}; free the disk or drop --trace") from None
+            raise _unwritable(error.strerror, self.path) from None
         if written < len(line):
-            raise UserError(f"the trace cannot be written (no space left); rank {self.rank}; free the disk or drop --trace")
+            raise _unwritable("no space left", self.path)
 
     def close(self) -> None:
         """Let go of the file. A row is complete without it."""
@@ -73,8 +74,12 @@ def _open_for_append(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _cut_torn_line(file)
     except OSError as error:
-        raise UserError(f"the trace cannot be written ({error.strerror}); {path}; choose another --output or drop --trace") from None
+        raise _unwritable(error.strerror, path) from None
     return file
+
+
+def _unwritable(reason: str, path: Path) -> UserError:
+    return UserError(f"the trace cannot be written ({reason}); {path}; free some space, choose another --output, or drop --trace")
 
 
 def _cut_torn_line(file: int) -> None:
@@ -93,9 +98,9 @@ def _cut_torn_line(file: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Prints the report, returns the exit status."""
-    parser = argparse.ArgumentParser("python -m common.trace", description="Hold a traced run against its sampling mode's promise.")
+    parser = argparse.ArgumentParser("python -m common.trace", description="Hold a traced run against its mode's promise.")
     parser.add_argument("run", metavar="RUN", help="the run's folder (its --output), trained with --trace save")
-    parser.add_argument("-s", "--shards", nargs="+", metavar="SHARDS", help="the shards, to compare with or where config.json has no sizes")
+    parser.add_argument("-s", "--shards", nargs="+", metavar="SHARDS", help="the shards that it read, to compare sizes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw steps x ranks, coloured by shard and worker")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(arguments)

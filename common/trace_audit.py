@@ -17,11 +17,12 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling import Step
+from common.trace_attempt import Attempt
 from common.trace_epoch import EpochCount
 from common.trace_promise import Exact, Found, Resampled, Split
 from common.trace_report import Faults, Report
-from common.trace_rows import Row, merged
-from common.trace_run import Attempt, Run
+from common.trace_rows import DAMAGED, Row, merged
+from common.trace_run import Run
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Watcher(Protocol):
 
 
 def audit(run: Run, watcher: Watcher | None = None) -> Report:
-    """Judge a run. Raises UserError where a row cannot be read. Faults are in the report, by kind, with samples named."""
+    """Judge a run. Faults are in the report, by kind, with samples named. A row that cannot be read raises UserError."""
     faults = Faults()
     promise = {"exact": Exact, "split": Split, "resampled": Resampled}[run.plan.sampling](run, faults)
     return _Auditor(run, promise, watcher).audit()
@@ -48,8 +49,7 @@ class _Auditor:
         self.run, self.promise, self.faults, self.watcher = run, promise, promise.faults, watcher
         self.exact = promise if isinstance(promise, Exact) else None
         self.numbers = {name: i for i, name in enumerate(run.shard_names)}
-        self.report = Report(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts),
-                             int(run.shard_sizes.sum()), self.faults)
+        self.report = Report(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts), self.faults)
         self.epoch = EpochCount(0, run)
         self.num_disordered = 0  # batches out of order, before this epoch
         self.first_attempt = len(run.attempts)
@@ -58,12 +58,12 @@ class _Auditor:
     def audit(self) -> Report:
         place = None
         for rows, is_last in _marked_last(merged(self.run.folder, self._is_live)):
-            attempt = self.run.attempts[rows[0].attempt]
+            attempt = self.run.attempt_of(rows[0])
             if is_last and self._is_unfinished(attempt, rows):
                 continue
             if place is None:
                 self._begin(attempt)
-            place = attempt.place(rows[0].epoch, rows[0].step)
+            place = self.run.place_of(rows[0])
             self._step(attempt, place, rows)
         if place is None:
             raise UserError(f"no trace: its files hold no row; {self.run.folder / 'trace'}; train with --trace save")
@@ -72,16 +72,15 @@ class _Auditor:
 
     def _is_live(self, row: Row) -> bool:
         """Whether a row counts. Called for every row of every file."""
-        if not 0 <= row.attempt < len(self.run.attempts):
-            raise UserError(f"a row of attempt {row.attempt}, status.json knows {len(self.run.attempts)}; {self.run.folder}; it cannot be judged")
         self.first_attempt = min(self.first_attempt, row.attempt)
-        return self.run.attempts[row.attempt].is_live(row.epoch, row.step)
+        return self.run.attempt_of(row).is_live(row.epoch, row.step)
 
     def _is_unfinished(self, attempt: Attempt, rows: list[Row]) -> bool:
         """Whether the last step was under way on some ranks when the run died, or is now."""
         if self.run.state not in ("running", "failed", None) or len(rows) >= attempt.plan.world_size:
             return False
-        self._note(f"epoch {rows[0].epoch} step {rows[0].step} is recorded by {len(rows)} of {attempt.plan.world_size} ranks: left out")
+        name = f"epoch {rows[0].epoch} step {rows[0].step}"
+        self._note(f"{name} is recorded by {len(rows)} of {attempt.plan.world_size} ranks: left out")
         return True
 
     def _begin(self, attempt: Attempt) -> None:
@@ -94,7 +93,7 @@ class _Auditor:
     def _step(self, attempt: Attempt, place: Step, rows: list[Row]) -> None:
         name = f"epoch {place.epoch} step {place.step}"
         if not self.epoch.number <= place.epoch < attempt.plan.num_epochs:
-            why = "after a later epoch" if place.epoch < self.epoch.number else f"of a run of {attempt.plan.num_epochs} epochs"
+            why = "after a later epoch" if place.epoch < self.epoch.number else "past the last epoch"
             self.faults.add("steps", *(f"{name} is recorded by rank {row.file_rank} {why}" for row in rows))
             return
         while self.epoch.number < place.epoch:
@@ -116,10 +115,11 @@ class _Auditor:
             self._lose_step(attempt, step, range(world_size))
         ranks = Counter(row.file_rank for row in rows)
         self._lose_step(attempt, place.step, [rank for rank in range(world_size) if rank not in ranks])
-        self.faults.add("steps", *(f"{name} is recorded {ranks[rank]} times by rank {rank}" for rank in ranks if ranks[rank] > 1))
-        if attempt.is_before(place.epoch, place.step) or place.step >= attempt.num_steps(place.epoch):
-            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, which began with epoch {attempt.begin.epoch} step "
-                                     f"{attempt.begin.step} and goes up to step {attempt.num_steps(place.epoch) - 1} in this epoch")
+        self.faults.add("steps", *(f"{name} is recorded {n} times by rank {rank}" for rank, n in ranks.items() if n > 1))
+        begin, end = attempt.begin, attempt.num_steps(place.epoch)
+        if (place.epoch, place.step) < (begin.epoch, begin.step) or place.step >= end:
+            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, which began with epoch {begin.epoch} "
+                                     f"step {begin.step} and has {end} steps in this epoch")
 
     def _lose_step(self, attempt: Attempt, step: int, ranks: Iterable[int]) -> None:
         place = attempt.place(self.epoch.number, step)
@@ -130,17 +130,20 @@ class _Auditor:
                 self.watcher.lose(place, rank, stop - start)
 
     def _row(self, attempt: Attempt, place: Step, row: Row) -> None:
-        found, world_size = self._find(attempt, place, row), attempt.plan.world_size
-        if (row.rank, row.world_size) != (row.file_rank, world_size) or row.rank >= world_size:
+        found, where = self._find(attempt, place, row), f"epoch {row.epoch} step {row.step} rank {row.file_rank}"
+        was, planned = (row.rank, row.world_size), (row.file_rank, attempt.plan.world_size)
+        if was != planned or row.rank >= row.world_size:
             samples = "".join(f", {found.sample(i)}" for i in range(min(len(row.key), 2)))
-            self.faults.add("foreign", f"{found.where()}: recorded as rank {row.rank} of {row.world_size}, not {row.file_rank} of {world_size}{samples}")
-        if self.last.get(row.file_rank, row.when) > row.when:
-            self.faults.add("steps", f"{found.where()} is recorded after epoch {self.last[row.file_rank][1]} step {self.last[row.file_rank][2]}")
+            told = f"recorded as rank {was[0]} of {was[1]}, not {planned[0]} of {planned[1]}"
+            self.faults.add("foreign", f"{where}: {told}{samples}")
+        last = self.last.get(row.file_rank, row.when)
+        if last > row.when:
+            self.faults.add("steps", f"{where} is recorded after epoch {last[1]} step {last[2]}")
         self.last[row.file_rank] = row.when
         again = self.epoch.add_row(found)
-        self.faults.add("unknown", *(f"{found.where()}: {found.sample(i)}" for i in np.flatnonzero(found.ids < 0)))
+        self.faults.add("unknown", *(f"{where}: {found.sample(i)}" for i in np.flatnonzero(found.ids < 0).tolist()))
         if self.exact:
-            self.faults.add("repeated", *(f"{found.where()}: {found.sample(i)}" for i in np.flatnonzero(again)))
+            self.faults.add("repeated", *(f"{where}: {found.sample(i)}" for i in np.flatnonzero(again).tolist()))
         num_lacking = self.promise.check(found)
         if self.watcher is not None:
             self.watcher.use(found, again)
@@ -150,11 +153,11 @@ class _Auditor:
         """The row's samples as numbers."""
         try:
             shards = np.array([self.numbers.get(name, -1) for name in row.shard], dtype=np.int64)
-            counts = np.array(row.count, dtype=np.int64)
+            counts = np.array(row.counts, dtype=np.int64)
             known = (shards >= 0) & (counts >= 0) & (counts < self.run.shard_sizes[shards])
         except (TypeError, ValueError, OverflowError):
-            raise UserError(f"not a row of a trace; {self.run.folder}, rank {row.file_rank}, epoch {row.epoch} step {row.step}; "
-                            "it was changed or damaged and cannot be judged") from None
+            where = f"{self.run.folder}, rank {row.file_rank}, epoch {row.epoch} step {row.step}"
+            raise UserError(f"not a row of a trace; {where}; {DAMAGED}") from None
         return Found(attempt, place, row, shards, np.where(known, self.run.offsets[shards] + counts, -1))
 
     def _finish(self, place: Step) -> None:
@@ -167,7 +170,8 @@ class _Auditor:
             attempt = self.run.attempt_at(place.epoch, place.start)
             complete = self.epoch.next_step >= attempt.num_steps(self.epoch.number)
             if not complete:
-                self._note(f"epoch {self.epoch.number} is not finished (state {self.run.state or 'unknown'}): judged up to step {self.epoch.next_step - 1}")
+                self._note(f"epoch {self.epoch.number} is not finished (state {self.run.state or 'unknown'}): "
+                           f"judged up to step {self.epoch.next_step - 1}")
             self._close_epoch(complete)
         if not self.run.sizes_known:
             self._note("the sizes of the shards are not known (-s names them): what is missing cannot be told")

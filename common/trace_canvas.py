@@ -20,8 +20,8 @@ MAX_LINES = 1200  # of all ranks together
 class Canvas:
     """Takes rows in the order of steps. Its memory does not grow with the run.
 
-    `shards` and `workers` are int32 (ranks, columns, lines): numbers, -1 where there is nothing. `uses`,
-    `repeats` and `gaps` are int64 (ranks, columns): samples. A column is `width` steps; `epochs` and `starts` are steps of the run.
+    `shards` and `workers` are int32 (ranks, columns, lines): numbers, -1 where there is nothing. `uses`, `repeats` and
+    `gaps` are int64 (ranks, columns): samples. A column is `width` steps; `epochs` and `starts` are steps of the run.
     """
 
     def __init__(self, run: Run, num_ranks: int, num_steps: int):
@@ -38,8 +38,7 @@ class Canvas:
     def for_run(cls, run: Run) -> Canvas:
         """A canvas as wide as what was recorded; only the ends of the files are read."""
         files = rank_files(run.folder)
-        rows = [row for rank, path in files.items() if (row := last_row(path, rank)) and row.attempt < len(run.attempts)]
-        places = [run.attempts[row.attempt].place(row.epoch, row.step) for row in rows]
+        places = [run.place_of(row) for rank, path in files.items() if (row := last_row(path, rank))]
         num_ranks = 1 + max(*files, *(attempt.plan.world_size - 1 for attempt in run.attempts))
         return cls(run, num_ranks, 1 + max((place.global_step for place in places), default=0))
 
@@ -69,9 +68,10 @@ class Canvas:
         numbers = {name: i for i, name in enumerate(self.run.shard_names)}
         for rank, path in rank_files(self.run.folder).items():
             for row in sampled_rows(path, rank, 2 * NUM_COLUMNS):
-                if row.attempt < len(self.run.attempts) and (attempt := self.run.attempts[row.attempt]).is_live(row.epoch, row.step):
+                attempt, place = self.run.attempt_of(row), self.run.place_of(row)
+                if attempt.is_live(row.epoch, row.step):
                     shards = np.array([numbers.get(name, -1) for name in row.shard], dtype=np.int64)
-                    self.use(Found(attempt, attempt.place(row.epoch, row.step), row, shards, shards), shards < -1)
+                    self.use(Found(attempt, place, row, shards, shards), shards < -1)
 
     def _column(self, place: Step) -> int:
         return min(place.global_step // self.width, self.shards.shape[1] - 1)
@@ -81,4 +81,5 @@ class Canvas:
         samples = np.concatenate(parts, axis=1)  # (2, n)
         if num_samples := samples.shape[1]:
             num_lines = self.shards.shape[2]
-            self.shards[rank, column], self.workers[rank, column] = samples[:, np.arange(num_lines) * num_samples // num_lines]
+            shown = np.arange(num_lines) * num_samples // num_lines
+            self.shards[rank, column], self.workers[rank, column] = samples[:, shown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -71,13 +72,13 @@ class EpochCount:
             self._tell_missing(exact, missing, faults)
         num_missing = int(missing.sum()) if exact or complete else 0
         once, repeated = int((self.seen == 1).sum()), int((self.seen == 2).sum())
-        shards_per_batch, workers_per_batch = (total / max(self.num_batches, 1) for total in (self.num_shards, self.num_workers))
         return EpochReport(
-            epoch=self.number, complete=complete, steps=self.steps, reads=self.num_reads, total=len(self.seen), distinct=once + repeated,
-            once=once, repeated=repeated, missing=num_missing if self.run.sizes_known else None, skipped=int(skipped.sum()),
-            not_reached=num_unused - num_missing, equal_steps=all(len(set(counts)) == 1 for _, counts in self.steps),
-            order_kept=order_kept, shards_per_batch=shards_per_batch, workers_per_batch=workers_per_batch,
-            labels=self._named_labels())  # fmt: skip
+            epoch=self.number, complete=complete, steps=self.steps, reads=self.num_reads, total=len(self.seen),
+            distinct=once + repeated, once=once, repeated=repeated, skipped=int(skipped.sum()),
+            missing=num_missing if self.run.sizes_known else None, not_reached=num_unused - num_missing,
+            equal_steps=all(len(set(counts)) == 1 for _, counts in self.steps), order_kept=order_kept,
+            shards_per_batch=self.num_shards / max(self.num_batches, 1),
+            workers_per_batch=self.num_workers / max(self.num_batches, 1), labels=self._named_labels())
 
     def _expected(self, exact: Exact, complete: bool) -> np.ndarray:
         """Which samples the part of the epoch that is judged should have used: bool, (samples,)."""
@@ -97,15 +98,15 @@ class EpochCount:
         """Name the missing samples that were to come first, with the step and rank that each was planned for."""
         texts: list[str] = []
         for position, ids in self._planned(exact, 0, self.run.plan.epoch_samples) if missing.any() else ():
-            for i in np.flatnonzero(missing[ids])[: NUM_LISTED - len(texts)]:
+            for i in np.flatnonzero(missing[ids])[: NUM_LISTED - len(texts)].tolist():
                 attempt = self.run.attempt_at(self.number, position + i)
                 place = attempt.place(self.number, attempt.step_at(self.number, position + i))
-                rank = np.searchsorted(deal(place.size, attempt.plan.world_size), position + i - place.start, side="right") - 1
+                rank = bisect_right(deal(place.size, attempt.plan.world_size), position + i - place.start) - 1
                 texts.append(f"epoch {self.number} step {place.step} rank {rank}: {self.run.name(ids[i])}")
             if len(texts) == NUM_LISTED:
                 break
         faults.add("missing", *texts, count=int(missing.sum()))
 
     def _named_labels(self) -> dict[str, int]:
-        classes = self.run.classes or []
-        return {classes[label] if 0 <= label < len(classes) else str(label): self.labels[label] for label in sorted(self.labels)}
+        names = dict(enumerate(self.run.classes or []))
+        return {names.get(label, str(label)): self.labels[label] for label in sorted(self.labels)}

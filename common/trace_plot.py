@@ -51,7 +51,7 @@ def save(picture: Figure, path: str | Path) -> None:
     try:
         picture.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written ({error}); --plot {path}; give a .png in a folder that exists") from None
+        raise UserError(f"the plot cannot be written ({error}); --plot {path}; give a .png in a folder that is there") from None
 
 
 def title_of(report: Report) -> str:
@@ -68,7 +68,8 @@ def paint(canvas: Canvas, title: str) -> Figure:
     picture = Figure(figsize=(13, min(2.2 + 0.6 * num_ranks, 18)), layout="constrained")
     axes = picture.add_subplot()
     image, band = _image(canvas)
-    axes.imshow(image, extent=(0, canvas.shards.shape[1] * canvas.width, num_ranks * band, 0), aspect="auto", interpolation="nearest")
+    extent = (0, canvas.shards.shape[1] * canvas.width, num_ranks * band, 0)
+    axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
     axes.set_xlim(0, canvas.num_steps)
     axes.set_title(title)
     axes.set_xlabel("step of the run" + (f" ({canvas.width} in a column)" if canvas.width > 1 else ""))
@@ -81,7 +82,10 @@ def paint(canvas: Canvas, title: str) -> Figure:
 
 
 def _image(canvas: Canvas) -> tuple[np.ndarray, int]:
-    """The picture as float (lines, columns, 3), and how many of its lines are a rank's: repeats, gaps, shards, workers, space."""
+    """The picture as float (lines, columns, 3), and how many of its lines are one rank's.
+
+    A band is a thin strip of repeats, one of gaps, the shards, the workers, and space.
+    """
     num_ranks, num_columns, num_lines = canvas.shards.shape
     thin = max(1, num_lines // 8)
     band = num_lines + 5 * thin
@@ -107,7 +111,8 @@ def _shard_colours(canvas: Canvas) -> np.ndarray:
 
     num_shards = len(canvas.run.shard_names)
     if num_shards <= MAX_NAMED:
-        return colormaps["tab20"]((np.arange(num_shards) * 2 + np.arange(num_shards) // 10) % 20)[:, :3]  # its strong half first
+        numbers = np.arange(num_shards)
+        return colormaps["tab20"]((numbers * 2 + numbers // 10) % 20)[:, :3]  # its strong half first
     return colormaps["turbo"](np.linspace(0, 1, num_shards))[:, :3]
 
 

@@ -14,7 +14,8 @@ from common.coverage import split_deal, split_order
 from common.sampling import EpochOrder, Step, deal, worker_of
 from common.trace_report import Faults
 from common.trace_rows import Row
-from common.trace_run import Attempt, Plan, Run
+from common.trace_attempt import Attempt, Plan
+from common.trace_run import Run
 
 
 class Found(NamedTuple):
@@ -31,7 +32,7 @@ class Found(NamedTuple):
 
     def sample(self, i: int) -> str:
         """Sample i of the row in words."""
-        return f"{self.row.shard[i]} count {self.row.count[i]} key {self.row.key[i]}"
+        return f"{self.row.shard[i]} count {self.row.counts[i]} key {self.row.key[i]}"
 
 
 class Resampled:
@@ -55,7 +56,8 @@ class Resampled:
 class Split(Resampled):
     """Shards dealt to ranks and workers anew in each epoch; each reads only its own."""
 
-    promise = "equal steps with equal batches on all ranks, each reading only its own shards; repeats and misses are allowed"
+    promise = ("equal steps with equal batches on all ranks, each reading only its own shards; "
+               "repeats and misses are allowed")
 
     def __init__(self, run: Run, faults: Faults):
         super().__init__(run, faults)
@@ -65,10 +67,11 @@ class Split(Resampled):
         """Hold the rank and worker of each sample against the deal, too."""
         ranks, workers = self._owners(found.attempt.plan, found.place.epoch)[:, found.shards]  # (n,) each
         known, own = found.shards >= 0, ranks == found.row.file_rank
-        for i in np.flatnonzero(known & ~own):
+        for i in np.flatnonzero(known & ~own).tolist():
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, dealt to rank {ranks[i]}")
-        for i in np.flatnonzero(known & own & (workers != found.row.worker)):
-            self.faults.add("deal", f"{found.where()}: {found.sample(i)}, dealt to worker {workers[i]}, read by worker {found.row.worker[i]}")
+        for i in np.flatnonzero(known & own & (workers != found.row.worker)).tolist():
+            told = f"dealt to worker {workers[i]}, read by worker {found.row.worker[i]}"
+            self.faults.add("deal", f"{found.where()}: {found.sample(i)}, {told}")
         return super().check(found)
 
     def _find_owners(self, plan: Plan, epoch: int) -> np.ndarray:
@@ -96,7 +99,8 @@ class Exact(Resampled):
         mine = self._planned_for(found)
         worker = worker_of(found.place.global_step, found.attempt.plan.num_workers)
         if set(found.row.worker) - {worker}:
-            self.faults.add("worker", f"{found.where()}: worker {', '.join(map(str, sorted(set(found.row.worker))))}, planned {worker}")
+            told = ", ".join(map(str, sorted(set(found.row.worker))))
+            self.faults.add("worker", f"{found.where()}: worker {told}, planned {worker}")
         if np.array_equal(found.ids, mine):
             return 0
         lacking = np.setdiff1d(mine, found.ids)
@@ -118,17 +122,19 @@ class Exact(Resampled):
         if found.row.file_rank >= world_size:
             return np.zeros(0, dtype=np.int64)
         start, stop = place.part(found.row.file_rank, world_size)
-        return self._step(found.attempt.plan, place.epoch, place.start, place.stop)[start - place.start : stop - place.start]
+        step = self._step(found.attempt.plan, place.epoch, place.start, place.stop)
+        return step[start - place.start : stop - place.start]
 
     def _make_order(self, window: int, seed: int, epoch: int) -> EpochOrder:
         return EpochOrder(self.run.shard_sizes, window, seed, epoch)
 
     def _tell_order(self, found: Found, mine: np.ndarray) -> None:
         """Name the first sample of a row that is not the planned one, and whose it is."""
-        pairs = zip(found.ids, mine, strict=False)
-        i = next((i for i, (is_, planned) in enumerate(pairs) if is_ != planned), min(len(found.ids), len(mine)))
+        size = min(len(found.ids), len(mine))
+        i = int(np.argmin(np.append(found.ids[:size] == mine[:size], False)))
         is_ = found.sample(i) + self._whose(found, found.ids[i]) if i < len(found.ids) else "nothing"
-        self.faults.add("order", f"{found.where()} row {i}: {is_}, planned {self.run.name(mine[i]) if i < len(mine) else 'nothing'}")
+        planned = self.run.name(mine[i]) if i < len(mine) else "nothing"
+        self.faults.add("order", f"{found.where()} row {i}: {is_}, planned {planned}")
 
     def _whose(self, found: Found, sample: int) -> str:
         place, world_size = found.place, found.attempt.plan.world_size

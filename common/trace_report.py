@@ -93,7 +93,6 @@ class Report:
     promise: str
     state: str | None
     num_attempts: int
-    num_samples: int
     faults: Faults
     epochs: list[EpochReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -111,7 +110,7 @@ class Report:
     def text(self) -> str:
         """For people: a line on the run, a table of epochs, notes, faults, the verdict last."""
         starts = f"{self.num_attempts} start{'s' * (self.num_attempts != 1)}"
-        lines = [f"{self.run}: {self.sampling}, {self.num_samples} samples, state {self.state or 'unknown'}, {starts}"]
+        lines = [f"{self.run}: {self.sampling}, state {self.state or 'unknown'}, {starts}"]
         lines += _table([HEADER, *(epoch.cells() for epoch in self.epochs)])
         lines += [f"note: {note}" for note in self.notes]
         for kind, found in self.faults.as_dict().items():

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 
 _NUMBERS = ("attempt", "epoch", "step", "rank", "world_size")
+DAMAGED = "it was changed or damaged and cannot be judged"
 _LISTS = ("worker", "shard", "count", "key", "label")
 
 
@@ -31,14 +32,15 @@ class Row(NamedTuple):
     world_size: int
     worker: list[int]
     shard: list[str]
-    count: list[int]
+    counts: list[int]  # tuples have a method `count`
     key: list[str]
     label: list[int]
     file_rank: int
 
     @property
     def when(self) -> tuple[int, int, int]:
-        return self[:3]
+        """Attempt, epoch, step."""
+        return self.attempt, self.epoch, self.step
 
 
 def rank_files(folder: str | Path) -> dict[int, Path]:
@@ -48,7 +50,7 @@ def rank_files(folder: str | Path) -> dict[int, Path]:
 
 
 def read_rows(path: Path, file_rank: int) -> Iterator[Row]:
-    """The rows of one file in order. A torn last line is left out; raises UserError for any other that is no row."""
+    """The rows of one file in order. A torn last line is left out; any other that is no row raises UserError."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
@@ -86,7 +88,7 @@ def _parse(line: bytes, file_rank: int, where: str) -> Row:
     try:
         return _row(json.loads(line), file_rank)
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"not a row of a trace; {where}; it was changed or damaged and cannot be judged") from None
+        raise UserError(f"not a row of a trace; {where}; {DAMAGED}") from None
 
 
 def _row(values: dict[str, Any], file_rank: int) -> Row:
@@ -109,8 +111,11 @@ def survey(folder: str | Path) -> tuple[dict[int, tuple[int, int]], dict[str, in
     sizes: dict[str, int] = {}
     for rank, path in rank_files(folder).items():
         for row in read_rows(path, rank):
-            firsts[row.attempt] = min(firsts.get(row.attempt, row.when[1:]), row.when[1:])
-            for shard, count in zip(row.shard, row.count, strict=True):
+            first = (row.epoch, row.step)
+            firsts[row.attempt] = min(firsts.get(row.attempt, first), first)
+            for shard, count in zip(row.shard, row.counts, strict=True):
+                if type(shard) is not str or type(count) is not int:
+                    raise UserError(f"not a row of a trace; {path} step {row.step}; {DAMAGED}")
                 sizes[shard] = max(sizes.get(shard, 0), count + 1)
     return firsts, dict(sorted(sizes.items()))
 

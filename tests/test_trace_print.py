@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.collate import Batch
+from common.data_parallel import current_replica, data_parallel
 from common.sampling import Step
 from common.trace_print import TracedModel, TracePrinter, write_block
 
@@ -56,6 +57,16 @@ def test_each_replica_shows_what_it_got_and_padding_is_no_sample():
     assert "train-0002" not in blocks[1]
     printer.done(torch.tensor([0, 1, 2, -1]), torch.cat(where), "cpu")
     assert [line.split()[-3:] for line in blocks[3].splitlines()[2:]] == [["cpu", "replica", "0"], ["cpu", "replica", "0"], ["cpu", "replica", "1"]]
+
+
+def test_replicas_on_the_cpu_speak_for_themselves():
+    printer, blocks = make_printer(num_replicas=3)
+    printer.batch(make_batch(6), "cpu")
+    model = data_parallel(TracedModel(net(), printer, current_replica), [torch.device("cpu")] * 3)
+    logits, where = model(torch.zeros(6, 3, 4, 4), torch.arange(6))
+    assert where.tolist() == [0, 0, 1, 1, 2, 2] and logits.shape == (6, 2)
+    shown = {block.splitlines()[0].split(", ")[1]: [line.split()[0] for line in block.splitlines()[2:]] for block in blocks[1:]}
+    assert shown == {"cpu replica 0": ["0", "1"], "cpu replica 1": ["2", "3"], "cpu replica 2": ["4", "5"]}
 
 
 def test_gpus_are_named_by_index_and_a_lone_cpu_without_a_number():
