@@ -78,8 +78,8 @@ def _open_for_append(path: Path) -> int:
     return file
 
 
-def _unwritable(reason: str, path: Path) -> UserError:
-    return UserError(f"the trace cannot be written ({reason}); {path}; free some space, choose another --output, or drop --trace")
+def _unwritable(reason: str | None, path: Path) -> UserError:
+    return UserError(f"the trace cannot be written ({reason}); {path}; free some space, or choose another --output")
 
 
 def _cut_torn_line(file: int) -> None:
@@ -98,7 +98,7 @@ def _cut_torn_line(file: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Prints the report, returns the exit status."""
-    parser = argparse.ArgumentParser("python -m common.trace", description="Hold a traced run against its mode's promise.")
+    parser = argparse.ArgumentParser("python -m common.trace", description="Hold a traced run against its promise.")
     parser.add_argument("run", metavar="RUN", help="the run's folder (its --output), trained with --trace save")
     parser.add_argument("-s", "--shards", nargs="+", metavar="SHARDS", help="the shards that it read, to compare sizes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw steps x ranks, coloured by shard and worker")

@@ -38,7 +38,7 @@ class Watcher(Protocol):
 
 
 def audit(run: Run, watcher: Watcher | None = None) -> Report:
-    """Judge a run. Faults are in the report, by kind, with samples named. A row that cannot be read raises UserError."""
+    """Judge a run. Its faults are in the report, samples named. A row that cannot be read raises UserError."""
     faults = Faults()
     promise = {"exact": Exact, "split": Split, "resampled": Resampled}[run.plan.sampling](run, faults)
     return _Auditor(run, promise, watcher).audit()
@@ -49,7 +49,8 @@ class _Auditor:
         self.run, self.promise, self.faults, self.watcher = run, promise, promise.faults, watcher
         self.exact = promise if isinstance(promise, Exact) else None
         self.numbers = {name: i for i, name in enumerate(run.shard_names)}
-        self.report = Report(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts), self.faults)
+        self.report = Report(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts),
+                             promise.faults)
         self.epoch = EpochCount(0, run)
         self.num_disordered = 0  # batches out of order, before this epoch
         self.first_attempt = len(run.attempts)
@@ -115,11 +116,12 @@ class _Auditor:
             self._lose_step(attempt, step, range(world_size))
         ranks = Counter(row.file_rank for row in rows)
         self._lose_step(attempt, place.step, [rank for rank in range(world_size) if rank not in ranks])
-        self.faults.add("steps", *(f"{name} is recorded {n} times by rank {rank}" for rank, n in ranks.items() if n > 1))
+        twice = [rank for rank in ranks if ranks[rank] > 1]
+        self.faults.add("steps", *(f"{name} is recorded {ranks[rank]} times by rank {rank}" for rank in twice))
         begin, end = attempt.begin, attempt.num_steps(place.epoch)
         if (place.epoch, place.step) < (begin.epoch, begin.step) or place.step >= end:
-            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, which began with epoch {begin.epoch} "
-                                     f"step {begin.step} and has {end} steps in this epoch")
+            span = f"which began with epoch {begin.epoch} step {begin.step} and has {end} steps in this epoch"
+            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, {span}")
 
     def _lose_step(self, attempt: Attempt, step: int, ranks: Iterable[int]) -> None:
         place = attempt.place(self.epoch.number, step)

@@ -30,6 +30,8 @@ MAX_NAMED = 16  # shards or workers that the legend names one by one
 MAX_LINES = 60  # epochs that get a line
 RED, BLACK, WHITE = (0.85, 0.1, 0.1), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
+DASHED = (0, (2, 2))  # a dash and a space, in points
+
 
 def figure(run: str | Path | Run) -> Figure:
     """The picture of a run, for TensorBoard at its end. A trace too long to read is drawn from a sample of its rows."""
@@ -51,7 +53,7 @@ def save(picture: Figure, path: str | Path) -> None:
     try:
         picture.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written ({error}); --plot {path}; give a .png in a folder that is there") from None
+        raise UserError(f"the plot cannot be written ({error}); --plot {path}; give another FILE.png") from None
 
 
 def title_of(report: Report) -> str:
@@ -128,7 +130,7 @@ def _draw_borders(canvas: Canvas, axes: Axes) -> None:
     for step in epochs if len(epochs) <= MAX_LINES else []:
         axes.axvline(step, color=BLACK, linewidth=0.8)
     for step in canvas.starts:
-        axes.axvline(step, color=BLACK, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.axvline(step, color=BLACK, linewidth=0.8, linestyle=DASHED)
 
 
 def _draw_legend(canvas: Canvas, picture: Figure, axes: Axes) -> None:
@@ -150,5 +152,5 @@ def _draw_legend(canvas: Canvas, picture: Figure, axes: Axes) -> None:
     handles += [Patch(color=RED, label="repeat")] if canvas.repeats.any() else []
     handles += [Patch(color=BLACK, label="gap")] if canvas.gaps.any() else []
     handles += [Line2D([], [], color=BLACK, linewidth=0.8, label="epoch")] if any(canvas.epochs.values()) else []
-    handles += [Line2D([], [], color=BLACK, linewidth=0.8, linestyle=(0, (2, 2)), label="restart")] if canvas.starts else []
+    handles += [Line2D([], [], color=BLACK, linewidth=0.8, linestyle=DASHED, label="restart")] if canvas.starts else []
     picture.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)

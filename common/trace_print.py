@@ -25,7 +25,7 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from common.collate import Batch
 
-COLUMNS = ("row", "worker", "shard", "count", "label")
+COLUMNS = ("row", "worker", "shard", "count", "label", "device")
 
 
 def write_block(text: str) -> None:
@@ -56,15 +56,15 @@ class TracePrinter:
         self._print("batch", str(device), batch.image.shape, range(len(batch.key)))
 
     def forward(self, row: torch.Tensor, number: int, size: Sequence[int]) -> None:
-        """From inside a replica's forward, in whichever thread: `row` (n,) int64 as it got it, -1 for rows that only pad."""
+        """From inside a replica's forward, on any thread: `row` (n,) int64 as it got it, -1 for rows that only pad."""
         if self._batch is not None:  # else a forward outside of a step, such as a warm-up
             self._print("forward", self.place(row.device.type, number), size, row[row >= 0].tolist())
 
     def done(self, row: torch.Tensor, where: torch.Tensor, device: torch.device | str) -> None:
-        """After the forward. `where` (n,) is what `TracedModel` returned for `row`; `device` the one they came back to."""
+        """After the forward. `where` (n,) is what `TracedModel` returned for `row` (n,), on `device`."""
         if self._batch is not None:
             names = [self.place(torch.device(device).type, number) for number in where[row >= 0].tolist()]
-            self._print("done", str(device), None, row[row >= 0].tolist(), names)
+            self._print("done", str(device), (), row[row >= 0].tolist(), names)
 
     def place(self, kind: str, number: int) -> str:
         """A device in words: `cuda:1`, `cpu`, or `cpu replica 1`."""
@@ -72,20 +72,23 @@ class TracePrinter:
             return f"{kind}:{number}"
         return f"cpu replica {number}" if self.num_replicas > 1 else "cpu"
 
-    def _print(self, block: str, device: str, size: Sequence[int] | None, rows: Sequence[int], names: Sequence[str] = ()) -> None:
+    def _print(self, block: str, device: str, size: Sequence[int], rows: Sequence[int],
+               places: Sequence[str] = ()) -> None:
         batch = self._batch
         assert batch is not None
-        shape = "" if size is None else f", input size {tuple(size)}"
-        lines = [f"[{block}] epoch {batch.step.epoch} step {batch.step.step}, {device}, {self.who}{shape}"]
-        table: list[Sequence[Any]] = [COLUMNS + ("device",) * bool(names)] if len(rows) else []
-        for i, row in enumerate(rows):
-            cells = (row, batch.worker[row], batch.shard[row], batch.count[row], self._labels[row])
-            table.append(cells + tuple(names[i : i + 1]))
-        widths = [max(len(str(cell)) for cell in column) for column in zip(*table, strict=True)]
-        lines += ["    " + "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
-        text = "\n".join(lines if len(rows) else [*lines, "    no samples"])
+        shape = f", input size {tuple(size)}" if size else ""
+        head = f"[{block}] epoch {batch.step.epoch} step {batch.step.step}, {device}, {self.who}{shape}"
+        about: list[Sequence[Any]] = [batch.worker, batch.shard, batch.count, self._labels]
+        columns = [rows, *([values[row] for row in rows] for values in about), places]
         with self.lock:
-            self.write(text)
+            self.write("\n".join([head, *_table(columns)] if rows else [head, "    no samples"]))
+
+
+def _table(columns: Sequence[Sequence[Any]]) -> list[str]:
+    """A line per sample under one of headings; a column without values is left out."""
+    cells = [[name, *map(str, column)] for name, column in zip(COLUMNS, columns, strict=True) if column]
+    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in cells]
+    return ["    " + "  ".join(line) for line in zip(*padded, strict=True)]
 
 
 def only_replica() -> int:
@@ -96,13 +99,14 @@ def only_replica() -> int:
 class TracedModel(nn.Module):
     """A model that says what it sees. Wrap it before DP or DDP do, so that each replica speaks for itself.
 
-    forward(image (n, …), row (n,) int64) -> (what the module returns, where (n,) int64): `row` are places in the batch,
-    dealt out along with the images, -1 for rows that only pad; `where` is the CUDA device's index or, on the CPU, what
-    `replica()` says in the replica's thread. `printer` None only tells `where`. state_dict and load_state_dict are the
-    module's own: no prefix.
+    forward(image (n, …), row (n,) int64) -> (what the module returns, where (n,) int64). `row` are places in the batch,
+    dealt out along with the images, -1 for rows that only pad. `where` is the CUDA device's index or, on the CPU, what
+    `replica()` says on the replica's thread. Without a printer it only tells `where`. state_dict and load_state_dict
+    are the module's own: no prefix.
     """
 
-    def __init__(self, module: nn.Module, printer: TracePrinter | None = None, replica: Callable[[], int] = only_replica):
+    def __init__(self, module: nn.Module, printer: TracePrinter | None = None,
+                 replica: Callable[[], int] = only_replica):
         super().__init__()
         self.module, self.printer, self.replica = module, printer, replica
         self.register_state_dict_post_hook(_without_prefix)

@@ -12,9 +12,9 @@ import numpy as np
 
 from common.coverage import split_deal, split_order
 from common.sampling import EpochOrder, Step, deal, worker_of
+from common.trace_attempt import Attempt, Plan
 from common.trace_report import Faults
 from common.trace_rows import Row
-from common.trace_attempt import Attempt, Plan
 from common.trace_run import Run
 
 

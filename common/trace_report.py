@@ -39,16 +39,18 @@ class Faults:
         listed += texts[: NUM_LISTED - len(listed)]
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {kind: {"count": self.counts[kind], "examples": self.examples[kind]} for kind in KINDS if self.counts[kind]}
+        """Count and examples by kind, those that occurred."""
+        found = [kind for kind in KINDS if self.counts[kind]]
+        return {kind: {"count": self.counts[kind], "examples": self.examples[kind]} for kind in found}
 
 
 @dataclass
 class EpochReport:
-    """One epoch. `once`, `repeated`, `missing`, `skipped` and `not_reached` count samples and add up to `total`, those in the shards.
+    """One epoch, in numbers of samples: `once`, `repeated`, `missing`, `skipped` and `not_reached` make `total`.
 
-    `steps` holds (world size, steps of each rank) for each world in turn; `reads` counts samples with their repeats;
-    `distinct` samples were used at all; `missing` is None where the shards' sizes are not known, `order_kept` where no
-    order is promised.
+    `steps` holds (world size, steps of each rank) for each world in turn; `reads` counts repeats, too; `distinct`
+    samples were used at all; `missing` is None where the shards' sizes are not known, `order_kept` where no order is
+    promised.
     """
 
     epoch: int
@@ -70,10 +72,13 @@ class EpochReport:
 
     def cells(self) -> list[str]:
         """The table's row."""
-        steps = ", then ".join(f"{counts[0]} x {size}" if len(set(counts)) == 1 else "/".join(map(str, counts)) for size, counts in self.steps)
-        numbers = [f"{self.distinct}/{self.total}", self.once, self.repeated, "?" if self.missing is None else self.missing, self.skipped]
-        means = [f"{self.shards_per_batch:.1f}", f"{self.workers_per_batch:.1f}"]
-        return [str(self.epoch) + ("" if self.complete else " so far"), steps, *map(str, numbers), *means, self._labels()]
+        return [
+            str(self.epoch) + ("" if self.complete else " so far"),
+            ", then ".join(f"{n[0]} x {size}" if len(set(n)) == 1 else "/".join(map(str, n)) for size, n in self.steps),
+            f"{self.distinct}/{self.total}", str(self.once), str(self.repeated),
+            "?" if self.missing is None else str(self.missing), str(self.skipped),
+            f"{self.shards_per_batch:.1f}", f"{self.workers_per_batch:.1f}", self._labels(),
+        ]
 
     def _labels(self) -> str:
         if len(self.labels) > NUM_LABELS:
@@ -81,7 +86,8 @@ class EpochReport:
         return ", ".join(f"{name} {count}" for name, count in self.labels.items())
 
 
-HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missing", "skipped", "shards/batch", "workers/batch", "labels"]
+HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missing", "skipped",
+          "shards/batch", "workers/batch", "labels"]
 
 
 @dataclass
@@ -123,10 +129,11 @@ class Report:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """Columns of equal width, numbers to the right; a run of epochs that differ in their number alone takes one line."""
+    """Columns of equal width, the last one left as it is; epochs in a row that differ in number alone share a line."""
     folded = []
     for _, same in groupby(rows, key=lambda row: row[1:]):
         group = list(same)
         folded.append([group[0][0] if len(group) == 1 else f"{group[0][0]}-{group[-1][0]}", *group[0][1:]])
     widths = [max(len(row[i]) for row in folded) for i in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1] for row in folded]
+    widths[-1] = 0
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in folded]

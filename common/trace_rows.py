@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -45,8 +44,8 @@ class Row(NamedTuple):
 
 def rank_files(folder: str | Path) -> dict[int, Path]:
     """The ranks' files of a run's folder, by rank."""
-    found = {path: re.fullmatch(r"rank(\d+)", path.stem) for path in sorted((Path(folder) / "trace").glob("rank*.jsonl"))}
-    return {int(match[1]): path for path, match in found.items() if match}
+    paths = sorted((Path(folder) / "trace").glob("rank*.jsonl"))
+    return {int(path.stem[4:]): path for path in paths if path.stem[4:].isdecimal()}
 
 
 def read_rows(path: Path, file_rank: int) -> Iterator[Row]:
