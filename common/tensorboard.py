@@ -56,7 +56,9 @@ class TensorBoard:
 
     def start_images(self, image: torch.Tensor, captions: Sequence[str]) -> None:
         """A grid of the first of uint8 (n, 3, height, width), written along with the first numbers. Copies them."""
-        images = image[:NUM_IMAGES].permute(0, 2, 3, 1).cpu().numpy().copy()
+        images = image[: min(NUM_IMAGES, len(captions))].permute(0, 2, 3, 1).cpu().numpy().copy()
+        if not len(images):
+            return
         self._waiting.append(lambda writer: writer.add_image(OPENING + "first batch", image_grid(images, captions),
                                                              self.start_step, dataformats="HWC"))
 

@@ -521,6 +521,19 @@ def test_first_batch_is_copied_when_given_and_drawn_later(tmp_path: Path) -> Non
     assert pixels[50, 50].tolist() == [100] * 3 and pixels[50, 300].tolist() == [255] * 3
 
 
+def test_first_batch_may_be_padded_or_empty(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    empty, padded = Images(1), Images(3)
+    empty.image, empty.label = empty.image[:0], empty.label[:0]
+    empty.shard, empty.worker, empty.count = [], [], []
+    padded.shard.pop()
+    bench.report.images(empty, None)
+    bench.report.images(padded, None)
+    bench.report.close()
+    image, = read_events(tmp_path).Images("start/first batch")
+    assert image.width == 224  # two images
+
+
 def test_image_grid_places_images_and_captions() -> None:
     images = np.zeros((9, 8, 8, 3), dtype=np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
     grid = image_grid(images, ["猫\udcff\n" + "x" * 100] + [""] * 8)
@@ -536,7 +549,7 @@ def test_confusion_names_classes_and_their_accuracy(tmp_path: Path) -> None:
     assert table.splitlines()[2:] == ["| dog | 0.00 | 2 |", "| cat | 75.00 | 4 |", "| nan | – | 0 |"]
     bench = Bench(tmp_path)
     bench.report.confusion(matrix, ["cat", "nan", "dog"], 7)
-    odd = [*(str(number) for number in range(37)), "$x^", "猫", "a\udcff"]  # no formula, no glyph, no letter
+    odd = [*(str(number) for number in range(37)), "$x^$", "猫", "a\udcff"]  # no formula, no glyph, no letter
     bench.report.confusion(np.ones((40, 40), dtype=int), odd, 8)
     bench.report.confusion(np.ones((1001, 1001), dtype=int), None, 9)  # a table only
     bench.report.close()
