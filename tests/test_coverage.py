@@ -15,7 +15,7 @@ from common.sampling import SHARDS, permutation
 
 
 def test_known_numbers():
-    assert split_coverage([10, 3, 7], [0, 1, 2], 2, 1, 4, 2) == (9, 3)  # rank 0 reads 8 of 17, rank 1 its 3 nearly three times
+    assert split_coverage([10, 3, 7], [0, 1, 2], 2, 1, 4, 2) == (9, 3)  # ranks read 8 of 17, and 3 nearly three times
     assert split_coverage([8, 8], [0, 1], 2, 2, 4, 2) == (0, 0)
     assert split_coverage([8, 8], [0, 1], 2, 2, 4, 3) == (0, 8)
     assert split_coverage([8, 8], [0, 1], 1, 2, 4, 3) == (4, 0)  # worker 0 makes two batches, worker 1 one
@@ -44,19 +44,22 @@ def test_a_rank_without_a_shard_is_an_error():
 
 
 @settings(max_examples=200, deadline=None)
-@given(sizes=st.lists(st.integers(1, 12), min_size=4, max_size=9), world_size=st.integers(1, 4), num_workers=st.integers(0, 3),
-       batch_size=st.integers(1, 7), first=st.integers(0, 5), num_steps=st.integers(0, 9), pooled=st.booleans(), buffer=st.integers(1, 6))
+@given(sizes=st.lists(st.integers(1, 12), min_size=4, max_size=9), world_size=st.integers(1, 4),
+       num_workers=st.integers(0, 3), batch_size=st.integers(1, 7), first=st.integers(0, 5),
+       num_steps=st.integers(0, 9), pooled=st.booleans(), buffer=st.integers(1, 6))
 def test_it_is_what_a_simulation_counts(sizes, world_size, num_workers, batch_size, first, num_steps, pooled, buffer):
     """Each worker shuffles in a buffer that every pass empties: the numbers do not depend on it."""
     order, uses = list(range(len(sizes))), np.zeros((len(sizes), 12), dtype=int)
     for rank in range(world_size):
         shards = order[rank::world_size]
         active = max(1, min(num_workers, len(shards)))
-        streams = [passes([(s, i) for s in shards[worker::active] for i in range(sizes[s])], buffer) for worker in range(active)]
+        streams = [passes([(s, i) for s in shards[w::active] for i in range(sizes[s])], buffer) for w in range(active)]
         for step in range(first, first + num_steps):
-            parts = np.array_split(np.arange(batch_size), active) if pooled else [np.arange(batch_size) if step % active == w else [] for w in range(active)]
+            parts = [batch_size * (step % active == worker) for worker in range(active)]
+            if pooled:
+                parts = [len(part) for part in np.array_split(np.arange(batch_size), active)]
             for stream, part in zip(streams, parts, strict=True):
-                for shard, count in itertools.islice(stream, len(part)):
+                for shard, count in itertools.islice(stream, part):
                     uses[shard, count] += 1
     missed = sum(sizes) - int((uses > 0).sum())
     said = split_coverage(sizes, order, world_size, num_workers, batch_size, range(first, first + num_steps), pooled)

@@ -20,7 +20,12 @@ from common.errors import UserError
 from common.lock import NodeLock, lock_path
 
 ROOT = Path(__file__).resolve().parent.parent
-HOLD = "import sys, time; from common.lock import NodeLock; lock = NodeLock(sys.argv[1]); lock.acquire(); print('held', flush=True); time.sleep(60)"
+HOLD = """import sys, time; from common.lock import NodeLock
+lock = NodeLock(sys.argv[1])
+lock.acquire()
+print('held', flush=True)
+time.sleep(60)
+"""
 
 
 def holder(path: Path) -> subprocess.Popen:
@@ -89,7 +94,8 @@ def test_processes_keep_blocks_whole(tmp_path):
             "    with lock:\n"
             "        for line in range(5):\n"
             "            with open(sys.argv[2], 'a') as file: file.write(sys.argv[3] + '\\n')\n")
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock"), str(out), str(rank)], cwd=ROOT) for rank in range(3)]
+    command = [sys.executable, "-c", code, str(tmp_path / "lock"), str(out)]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(3)]
     assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
     lines = out.read_text().split()
     assert len(lines) == 3 * 30 * 5
@@ -163,7 +169,8 @@ def test_a_child_of_a_killed_holder_does_not_keep_it(tmp_path):
     code = ("import os, sys, time; from common.lock import NodeLock; lock = NodeLock(sys.argv[1]); lock.acquire()\n"
             "if os.fork(): print('held', flush=True)\n"
             "time.sleep(60)\n")
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], cwd=ROOT,
+                               stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout and process.stdout.readline() == "held\n"
     time.sleep(0.2)  # the child has begun
     process.kill()

@@ -1,4 +1,4 @@
-"""Recording a trace: what a row holds, one write each, what a killed run leaves, and that errors are said in one line."""
+"""Recording a trace: what a row holds, one write each, what a killed run leaves, errors in one line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from common.sampling import Step
 from common.trace import Trace, trace_path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIELDS = ["attempt", "epoch", "step", "rank", "world_size", "device", "worker", "shard", "count", "key", "label", "replica"]
+FIELDS = ["attempt", "epoch", "step", "rank", "world_size", "device",
+          "worker", "shard", "count", "key", "label", "replica"]
 
 
 def make_batch(keys: list[str], step: int = 12) -> Batch:
     n = len(keys)
-    return Batch(torch.zeros(n, 3, 2, 2), torch.arange(n), Step(0, step, 52, 0, n), [0] * n, ["train-0018"] * n, list(range(41, 41 + n)), keys)
+    counts = list(range(41, 41 + n))
+    return Batch(torch.zeros(n, 3, 2, 2), torch.arange(n), Step(0, step, 52, 0, n),
+                 [0] * n, ["train-0018"] * n, counts, keys)
 
 
 def rows(folder: Path, rank: int = 0) -> list[dict]:
@@ -35,8 +38,9 @@ def test_a_row_has_exactly_the_fields_of_the_format(tmp_path):
     assert trace_path(tmp_path, 1) == tmp_path / "trace" / "rank00001.jsonl"
     (row,) = rows(tmp_path, 1)
     assert list(row) == FIELDS
-    assert row == {"attempt": 2, "epoch": 0, "step": 12, "rank": 1, "world_size": 3, "device": "cuda:1", "worker": [0, 0],
-                   "shard": ["train-0018"] * 2, "count": [41, 42], "key": ["a", "b"], "label": [0, 1], "replica": [0, 1]}
+    assert row == {"attempt": 2, "epoch": 0, "step": 12, "rank": 1, "world_size": 3, "device": "cuda:1",
+                   "worker": [0, 0], "shard": ["train-0018"] * 2, "count": [41, 42], "key": ["a", "b"], "label": [0, 1],
+                   "replica": [0, 1]}
 
 
 def test_a_rank_without_samples_writes_empty_lists(tmp_path):

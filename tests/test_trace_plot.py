@@ -106,5 +106,6 @@ def test_a_plot_of_an_unknown_format_is_an_error(tmp_path):
 
 def test_matplotlib_is_not_loaded_without_a_plot(tmp_path):
     make_run(tmp_path).write()
-    code = "import sys; from common.trace import main; main(sys.argv[1:]); assert 'matplotlib' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    code = "import sys; from common.trace import main; sys.exit(main(sys.argv[1:]) or 'matplotlib' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, timeout=60)
+    assert result.returncode == 0, result.stderr

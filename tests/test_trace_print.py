@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 from contextlib import nullcontext
 
@@ -19,8 +18,9 @@ from common.trace_print import TracedModel, TracePrinter, write_block
 
 def make_batch(num_samples: int = 3) -> Batch:
     n = num_samples
-    return Batch(torch.zeros(n, 3, 4, 4, dtype=torch.uint8), torch.arange(n) + 5, Step(1, 12, 40, 0, n), [i % 2 for i in range(n)],
-                 [f"train-{i:04d}" for i in range(n)], [i * 10 for i in range(n)], [f"k{i}" for i in range(n)])
+    return Batch(torch.zeros(n, 3, 4, 4, dtype=torch.uint8), torch.arange(n) + 5, Step(1, 12, 40, 0, n),
+                 worker=[i % 2 for i in range(n)], shard=[f"train-{i:04d}" for i in range(n)],
+                 count=[i * 10 for i in range(n)], key=[f"k{i}" for i in range(n)])
 
 
 def make_printer(num_replicas: int = 1) -> tuple[TracePrinter, list[str]]:
@@ -38,7 +38,8 @@ def test_before_the_forward_each_sample_is_shown():
     head, columns, *rows = blocks[0].splitlines()
     assert head == "[batch] epoch 1 step 12, cuda:1, rank 1 of 3, input size (3, 3, 4, 4)"
     assert columns.split() == ["row", "worker", "shard", "count", "label"]
-    assert [row.split() for row in rows] == [["0", "0", "train-0000", "0", "5"], ["1", "1", "train-0001", "10", "6"], ["2", "0", "train-0002", "20", "7"]]
+    shown = [" ".join(row.split()) for row in rows]
+    assert shown == ["0 0 train-0000 0 5", "1 1 train-0001 10 6", "2 0 train-0002 20 7"]
     assert len({len(line) for line in [columns, *rows]}) == 1
 
 
@@ -52,11 +53,12 @@ def test_each_replica_shows_what_it_got_and_padding_is_no_sample():
         logits, places = model(torch.zeros(2, 3, 4, 4), torch.tensor(rows))
         assert logits.shape == (2, 2)
         where.append(places)
-    assert [re.sub(" +", " ", line).strip() for line in blocks[2].splitlines()] == [
-        "[forward] epoch 1 step 12, cpu replica 1, rank 1 of 3, input size (2, 3, 4, 4)", "row worker shard count label", "2 0 train-0002 20 7"]
+    assert [" ".join(line.split()) for line in blocks[2].splitlines()] == [
+        "[forward] epoch 1 step 12, cpu replica 1, rank 1 of 3, input size (2, 3, 4, 4)",
+        "row worker shard count label", "2 0 train-0002 20 7"]
     assert "train-0002" not in blocks[1]
     printer.done(torch.tensor([0, 1, 2, -1]), torch.cat(where), "cpu")
-    assert [line.split()[-3:] for line in blocks[3].splitlines()[2:]] == [["cpu", "replica", "0"], ["cpu", "replica", "0"], ["cpu", "replica", "1"]]
+    assert [line[-13:] for line in blocks[3].splitlines()[2:]] == [f"cpu replica {number}" for number in (0, 0, 1)]
 
 
 def test_replicas_on_the_cpu_speak_for_themselves():
@@ -65,7 +67,8 @@ def test_replicas_on_the_cpu_speak_for_themselves():
     model = data_parallel(TracedModel(net(), printer, current_replica), [torch.device("cpu")] * 3)
     logits, where = model(torch.zeros(6, 3, 4, 4), torch.arange(6))
     assert where.tolist() == [0, 0, 1, 1, 2, 2] and logits.shape == (6, 2)
-    shown = {block.splitlines()[0].split(", ")[1]: [line.split()[0] for line in block.splitlines()[2:]] for block in blocks[1:]}
+    lines = [block.splitlines() for block in blocks[1:]]
+    shown = {head.split(", ")[1]: [line.split()[0] for line in table] for head, _, *table in lines}
     assert shown == {"cpu replica 0": ["0", "1"], "cpu replica 1": ["2", "3"], "cpu replica 2": ["4", "5"]}
 
 

@@ -1,4 +1,4 @@
-"""Folders of traced runs without training: the rows that each sampling mode writes, from arithmetic; tests then spoil them."""
+"""Folders of traced runs without training: what each sampling mode writes, from arithmetic; tests then spoil it."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ class TracedRun:
         (self.folder / "config.json").write_text(json.dumps(self.config))
         (self.folder / "status.json").write_text(json.dumps(self.status))
         for rank, rows in self.rows.items():
-            (self.folder / "trace" / f"rank{rank:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (self.folder / "trace" / f"rank{rank:05d}.jsonl").write_text(text)
         if self.errors:
             (self.folder / "errors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.errors))
         return self.folder
 
 
-def make_run(folder: Path, sampling: str = "exact", sizes: Sequence[int] = (10, 3, 7), starts: Sequence[Start] = (Start(),), *,
-             num_workers: int = 2, num_epochs: int = 2, shuffle: int = 5, seed: int = 3, state: str = "complete",
-             max_steps: int | None = None, mix: str = "none") -> TracedRun:
+def make_run(folder: Path, sampling: str = "exact", sizes: Sequence[int] = (10, 3, 7),
+             starts: Sequence[Start] = (Start(),), *, num_workers: int = 2, num_epochs: int = 2, shuffle: int = 5,
+             seed: int = 3, state: str = "complete", max_steps: int | None = None, mix: str = "none") -> TracedRun:
     """A clean run. A later start goes on where the one before was saved, in its own world."""
     total, drop_last = sum(sizes), sampling != "exact"
     plans, begins, rows = [], [], {}
@@ -60,9 +61,10 @@ def make_run(folder: Path, sampling: str = "exact", sizes: Sequence[int] = (10, 
     for attempt, start in enumerate(starts):
         global_batch = start.world_size * start.batch_size
         plans.append({
-            "sampling": sampling, "mix": mix, "seed": seed, "shuffle": shuffle, "num_samples": total, "epoch_samples": total,
-            "global_batch": global_batch, "world_size": start.world_size, "num_workers": num_workers, "num_epochs": num_epochs,
-            "steps_per_epoch": total // global_batch if drop_last else -(-total // global_batch), "max_steps": max_steps,
+            "sampling": sampling, "mix": mix, "seed": seed, "shuffle": shuffle, "num_samples": total,
+            "epoch_samples": total, "global_batch": global_batch, "world_size": start.world_size,
+            "num_workers": num_workers, "num_epochs": num_epochs, "max_steps": max_steps,
+            "steps_per_epoch": total // global_batch if drop_last else -(-total // global_batch),
             "shard_names": [f"train-{i:04d}" for i in range(len(sizes))], "shard_sizes": list(sizes), "num_classes": 2,
             "classes": ["cat", "dog"], "data_digest": "0",
         })
@@ -84,9 +86,11 @@ def row_of(attempt: int, step: Step, rank: int, world_size: int, samples: Sample
     """The line of a trace."""
     offsets = np.cumsum(sizes) - sizes
     return {
-        "attempt": attempt, "epoch": step.epoch, "step": step.step, "rank": rank, "world_size": world_size, "device": "cpu",
+        "attempt": attempt, "epoch": step.epoch, "step": step.step, "rank": rank, "world_size": world_size,
+        "device": "cpu",
         "worker": [worker for worker, _, _ in samples], "shard": [f"train-{shard:04d}" for _, shard, _ in samples],
-        "count": [count for _, _, count in samples], "key": [f"k{offsets[shard] + count:05d}" for _, shard, count in samples],
+        "count": [count for _, _, count in samples],
+        "key": [f"k{offsets[shard] + count:05d}" for _, shard, count in samples],
         "label": [int(offsets[shard] + count) % 2 for _, shard, count in samples], "replica": [0] * len(samples),
     }
 
@@ -108,8 +112,9 @@ def split(sizes: Sequence[int], plan: dict[str, Any]) -> Maker:
     batch_size = plan["global_batch"] // plan["world_size"]
 
     def own(epoch: int, rank: int) -> list[int]:
-        filled = [i for i, size in enumerate(sizes) if size]
-        order = filled if plan["shuffle"] < 0 else [filled[i] for i in permutation(len(filled), plan["seed"], epoch, SHARDS)]
+        order = [i for i, size in enumerate(sizes) if size]
+        if plan["shuffle"] >= 0:
+            order = [order[i] for i in permutation(len(order), plan["seed"], epoch, SHARDS)]
         return order[rank :: plan["world_size"]]
 
     def make(step: Step, rank: int) -> Samples:
@@ -132,7 +137,8 @@ def resampled(sizes: Sequence[int], plan: dict[str, Any]) -> Maker:
     def make(step: Step, rank: int) -> Samples:
         draw = np.random.default_rng([plan["seed"], step.global_step, rank])
         shards = draw.choice(np.flatnonzero(sizes), plan["global_batch"] // plan["world_size"])
-        return [(step.global_step % max(plan["num_workers"], 1), int(shard), int(draw.integers(sizes[shard]))) for shard in shards]
+        worker = step.global_step % max(plan["num_workers"], 1)
+        return [(worker, int(shard), int(draw.integers(sizes[shard]))) for shard in shards]
 
     return make
 
