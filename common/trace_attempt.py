@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from common import sampling
@@ -29,6 +29,7 @@ class Plan:
     num_workers: int
     num_epochs: int
     max_steps: int | None = None
+    mix: str = "none"
 
     @property
     def drop_last(self) -> bool:
@@ -40,11 +41,10 @@ class Plan:
         end = f"; attempt {number}; it cannot be judged"
         if not isinstance(values, dict):
             raise UserError(f"config.json has no plan{end}")
-        names = [field.name for field in fields(cls)]
-        for name in names:
-            if name != "max_steps" and not isinstance(values.get(name), str if name == "sampling" else int):
-                raise UserError(f"the plan in config.json has no {name}{end}")
-        plan = cls(*(values.get(name) for name in names))  # type: ignore[arg-type]  # checked above
+        for field in fields(cls):
+            if field.default is MISSING and not isinstance(values.get(field.name), str if field.type == "str" else int):
+                raise UserError(f"the plan in config.json has no {field.name}{end}")
+        plan = cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
         if plan.sampling not in MODES or min(plan.global_batch, plan.world_size, plan.epoch_samples) < 1:
             raise UserError(f"the plan in config.json makes no sense{end}")
         return plan

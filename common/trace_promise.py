@@ -61,18 +61,25 @@ class Split(Resampled):
 
     def __init__(self, run: Run, faults: Faults):
         super().__init__(run, faults)
-        self._owners = lru_cache(maxsize=2)(self._find_owners)
+        self._owners = lru_cache(maxsize=3)(self._find_owners)
 
     def check(self, found: Found) -> int:
         """Hold the rank and worker of each sample against the deal, too."""
-        ranks, workers = self._owners(found.attempt.plan, found.place.epoch)[:, found.shards]  # (n,) each
-        known, own = found.shards >= 0, ranks == found.row.file_rank
-        for i in np.flatnonzero(known & ~own).tolist():
-            self.faults.add("deal", f"{found.where()}: {found.sample(i)}, dealt to rank {ranks[i]}")
-        for i in np.flatnonzero(known & own & (workers != found.row.worker)).tolist():
-            told = f"dealt to worker {workers[i]}, read by worker {found.row.worker[i]}"
+        plan, epoch, row = found.attempt.plan, found.place.epoch, found.row
+        own = self._is_own(found, epoch)
+        if plan.mix == "queue":  # a batch that was ready early or late may have been made for a neighbouring epoch
+            own |= self._is_own(found, epoch - 1) | self._is_own(found, epoch + 1)
+        ranks, workers = self._owners(plan, epoch)[:, found.shards]
+        for i in np.flatnonzero((found.shards >= 0) & ~own).tolist():
+            to_worker = f"dealt to worker {workers[i]}, read by worker {row.worker[i]}"
+            told = to_worker if ranks[i] == row.file_rank else f"dealt to rank {ranks[i]}"
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, {told}")
         return super().check(found)
+
+    def _is_own(self, found: Found, epoch: int) -> np.ndarray:
+        """Which samples are of shards that an epoch's deal gave to their rank and worker: bool, (n,)."""
+        ranks, workers = self._owners(found.attempt.plan, epoch)[:, found.shards]
+        return (ranks == found.row.file_rank) & (workers == found.row.worker)
 
     def _find_owners(self, plan: Plan, epoch: int) -> np.ndarray:
         """The rank and the worker of each shard: int64, (2, shards)."""
