@@ -337,10 +337,15 @@ def test_a_compiled_model_is_refused() -> None:
 
 def test_torchs_wrapper_tells_its_replicas_number_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: its replicas run here on threads, as torch would run them there."""
+    numbers_after: list[int] = []
 
     def on_threads(self, replicas, inputs, kwargs):
         for replica, part, options in zip(replicas, inputs, kwargs, strict=True):
-            thread = threading.Thread(target=replica, args=part, kwargs=options)
+            def run(replica=replica, part=part, options=options):
+                replica(*part, **options)
+                numbers_after.append(current_replica())
+
+            thread = threading.Thread(target=run)
             thread.start()
             thread.join()
         return []
@@ -357,6 +362,7 @@ def test_torchs_wrapper_tells_its_replicas_number_and_precision(monkeypatch: pyt
         torch.set_autocast_dtype("cuda", torch.float16)
     assert [number for number, *_ in probe.seen] == [0, 1]
     assert [call[:2] for call in RecordedAutocast.calls] == [("cuda", torch.bfloat16)] * 2
+    assert numbers_after == [0, 0]  # a lone replica runs on the caller's thread, which must not keep its number
 
 
 class RecordedAutocast:
