@@ -64,7 +64,6 @@ class TrainConfig:
     amp: str = flag("none", "mixed precision", choices=("none", "bf16", "fp16"), group="optimisation")
     channels_last: bool = flag(False, "model in channels-last memory", group="optimisation")
     compile: bool = flag(False, "torch.compile the model", group="optimisation")
-    sync_bn: bool = flag(False, "batch norm over all ranks (DDP on CUDA)", group="optimisation")
     # run
     device: str = flag("auto", "auto takes CUDA where there is a device", choices=("auto", "cpu", "cuda"))
     gpu: tuple[int, ...] | None = flag(None, "ids of the GPUs to use (the first; DP: all); without a GPU, their number counts replicas", "-g")
@@ -76,7 +75,6 @@ class TrainConfig:
     trace: tuple[str, ...] = flag((), "print or save which sample went where, or both", choices=("print", "save"))
     seed: int | None = flag(None, "fixes shard order, sample order, augmentation and initial weights (drawn, printed and saved)")
     deterministic: bool = flag(False, "deterministic algorithms on CUDA too")
-    evaluate: bool = flag(False, "validate on --val_path and end")
     timeout: float = flag(600.0, "seconds that ranks wait for each other")
 
     def __post_init__(self) -> None:
@@ -99,8 +97,6 @@ class TrainConfig:
             raise UsageError(f"exact sampling has an order of its own; --mix {self.mix}; use --sampling split or resampled with it")
         if self.sampling == "exact" and self.epoch_samples is not None:
             raise UsageError("an exact epoch is every sample once; --epoch_samples; use --sampling split or resampled with it")
-        if self.evaluate and not self.val_path:
-            raise UsageError("nothing to evaluate on; --val_path; name the shards to validate on")
         if set(self.val_path) & set(self.shard_path):
             raise UsageError(f"validation on training shards; --val_path {self.val_path[0]}; name other shards than --shard_path")
         if self.gpu is not None and (len(set(self.gpu)) < len(self.gpu) or min(self.gpu, default=0) < 0):

@@ -167,7 +167,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     if image.has_transparency_data:
         ground = Image.new("RGBA", image.size, (*BACKGROUND, 255))
         image = Image.alpha_composite(ground, image.convert("RGBA"))
-    return np.array(image.convert("RGB"))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _orientation_of(image: Image.Image) -> int:

@@ -1,6 +1,6 @@
 """This process's place among the others (`World`), and the two ways to get one: alone, or in a process group.
 
-    with process_group("auto", timeout_seconds=600) as world:     # under torchrun or srun
+    with process_group(choose_devices("auto", None), timeout_seconds=600) as world:     # under torchrun or srun
         print(world.rank, world.size, world.device)
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -123,14 +123,14 @@ def single_process(device: torch.device) -> Iterator[World]:
 
 
 @contextmanager
-def process_group(device: str, timeout_seconds: float) -> Iterator[World]:
+def process_group(devices: list[torch.device], timeout_seconds: float) -> Iterator[World]:
     """Join the other ranks: gloo for tensors on the CPU, NCCL for those on a GPU. Every rank calls it.
 
     Who this rank is comes from torchrun's variables, or from Slurm's or MPI's; without any it is alone.
     """
     launch = Launch.from_env(os.environ)
-    world = World(launch.rank, launch.size, launch.local_rank, choose_device(device, launch), timeout_seconds)
-    if world.size == 1 and not launch.launcher:
+    world = World(launch.rank, launch.size, launch.local_rank, _own_device(devices, launch), timeout_seconds)
+    if not launch.launcher:
         print("no launcher: a world of one (several ranks: torchrun --nproc_per_node=N)", flush=True)
         yield world
         return
@@ -146,6 +146,31 @@ def process_group(device: str, timeout_seconds: float) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+def choose_devices(device: str, gpu: Sequence[int] | None) -> list[torch.device]:
+    """The devices that `--device` and `-g` name; without a GPU, the CPU as often as `-g` names an id."""
+    num_devices = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    if device == "cuda" and not num_devices:
+        raise UserError("no CUDA device is visible; --device cuda; use --device cpu, or check CUDA_VISIBLE_DEVICES and the driver")
+    if not num_devices:
+        return [torch.device("cpu")] * len(gpu or [0])
+    missing = [number for number in gpu or () if number >= num_devices]
+    if missing:
+        raise UserError(f"no such GPU: {missing[0]}, {num_devices} visible; -g; name ids from 0 to {num_devices - 1}")
+    return [torch.device("cuda", number) for number in gpu or range(num_devices)]
+
+
+def _own_device(devices: list[torch.device], launch: Launch) -> torch.device:
+    """The device of a rank: the one that belongs to its local rank, or the only one that the launcher made visible."""
+    if devices[0].type == "cpu":
+        return devices[0]
+    if len(devices) == 1 and launch.one_device_each:
+        return devices[0]
+    if launch.local_rank >= len(devices):
+        raise UserError(f"more ranks than devices: local rank {launch.local_rank}, {len(devices)} visible; --nproc_per_node; "
+                        f"start {len(devices)} a node (Slurm: make --gpus-per-task and --ntasks-per-node agree), or use --device cpu")
+    return devices[launch.local_rank]
+
+
 def _init(world: World, launch: Launch) -> None:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
@@ -157,21 +182,6 @@ def _init(world: World, launch: Launch) -> None:
             raise UserError(f"the port is in use; {place}; give another --master_port, or torchrun --standalone finds a free one") from None
         raise UserError(f"rank {world.rank} of {world.size} did not meet the others within --timeout {world.timeout_seconds:g} s "
                         f"({reason}); {place} on {os.uname().nodename}; check that every node started and reaches that address") from None
-
-
-def choose_device(device: str, launch: Launch) -> torch.device:
-    """The device of a rank: `cuda:<local rank>`, or the one GPU that the launcher made visible, or the CPU."""
-    num_devices = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-    if device == "cuda" and not num_devices:
-        raise UserError("no CUDA device is visible; --device cuda; use --device cpu, or check CUDA_VISIBLE_DEVICES and the driver")
-    if not num_devices:
-        return torch.device("cpu")
-    if num_devices == 1 and launch.one_device_each:
-        return torch.device("cuda", 0)
-    if launch.local_rank >= num_devices:
-        raise UserError(f"more ranks than devices: local rank {launch.local_rank}, {num_devices} visible; --nproc_per_node; "
-                        f"start {num_devices} a node (Slurm: make --gpus-per-task and --ntasks-per-node agree), or use --device cpu")
-    return torch.device("cuda", launch.local_rank)
 
 
 def _explain(error: BaseException, world: World) -> BaseException:

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from common.collate import Batch
 from common.distributed import World
 from common.loader import on_device
-from common.metrics import Confusion, accuracy, gather_batch_sums, summarise
+from common.metrics import BatchSums, ConfusionMatrix, batch_sums, gather_batch_sums, summarise
 from common.model import normalize
+from common.optim import autocast
 from common.step import Recipe
 
 
@@ -46,26 +47,25 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, 
     """
     share_buffers(module, world)
     module.eval()
-    rows, confusion = [], Confusion(data.num_classes)
+    rows, confusion = [], ConfusionMatrix(data.num_classes)
     batches = on_device(data.batches(), world.device)
     try:
         for _ in range(0, data.num_batches, world.size):
             batch = next(batches, None)
             if batch is not None:
-                rows.append(_batch_sums(module, batch, recipe, world.device, confusion))
+                rows.append(_sums(module, batch, recipe, world.device, confusion))
             if stop():
                 return None
     finally:
         batches.close()
         module.train()
-    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.total(world)}
+    confusion.table = sum(world.gather(confusion.table), torch.zeros_like(confusion.table))
+    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.counts}
 
 
 @torch.inference_mode()
-def _batch_sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device, confusion: Confusion) -> tuple:
-    with recipe.autocast(device):
+def _sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device, confusion: ConfusionMatrix) -> BatchSums:
+    with autocast(device, recipe.amp):
         logits = module(normalize(batch.image)).float()
-    losses = F.cross_entropy(logits, batch.label, reduction="none").double()
-    top1, top5 = accuracy(logits, batch.label, (1, 5))
-    confusion.add(logits, batch.label)
-    return batch.step.step, losses.sum().item(), int(top1), int(top5), len(batch)
+    confusion.update(logits, batch.label)
+    return batch_sums(batch.step.step, logits, batch.label, F.cross_entropy(logits, batch.label, reduction="none"))

@@ -7,8 +7,7 @@ all ranks once per step, and all act on the sum.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,59 +15,48 @@ import torch
 from common import checkpoint
 from common.collate import Batch
 from common.distributed import World
-from common.error_log import ErrorLog
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
-from common.report import Report
-from common.run_folder import RunFolder
+from common.records import Records
 from common.sampling import Progress
+from common.state import State
 from common.step import Outcome, Stepper
 from common.stop import StopSignals
 
 
 @dataclass
-class State:
-    """Everything that changes while a run goes on, besides model, optimiser and scaler. Goes whole into a checkpoint."""
-
-    progress: Progress = field(default_factory=Progress)
-    epoch_done: bool = False  # all its steps are, its validation is not
-    loss: AverageMeter = field(default_factory=AverageMeter)
-    top1: AverageMeter = field(default_factory=AverageMeter)
-    best_top1: float = -1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"progress": asdict(self.progress), "epoch_done": self.epoch_done, "best_top1": self.best_top1,
-                "meters": {"loss": self.loss.state_dict(), "top1": self.top1.state_dict()}}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        self.progress, self.epoch_done, self.best_top1 = Progress(**saved["progress"]), saved["epoch_done"], saved["best_top1"]
-        self.loss.load_state_dict(saved["meters"]["loss"])
-        self.top1.load_state_dict(saved["meters"]["top1"])
-
-
-@dataclass
 class Run:
-    """What a run is made of. `describe` gives what a checkpoint says besides: config, plan, identity of the data."""
+    """What a run is made of, and its state."""
 
     world: World
     stepper: Stepper
     module: torch.nn.Module  # bare: without DP, DDP or compile around it
     loader: Loader
     validation: Validation | None
-    folder: RunFolder
-    report: Report
-    errors: ErrorLog
+    records: Records
+    state: State
     stop: StopSignals
     num_steps: int  # of the whole run
     save_every: int | None
     max_errors: int
-    describe: dict[str, Any]
-    on_batch: Callable[[Batch], None] = lambda batch: None
-    state: State = field(default_factory=State)
     num_errors: int = 0  # samples skipped since this start, over all ranks
     stop_file_seconds: float = 0.0  # when it was last looked for
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Take model, optimiser and scaler from a checkpoint. Raises UserError where they do not fit."""
+        if saved is None:
+            return
+        try:
+            self.module.load_state_dict(saved["model"])
+            self.stepper.optimizer.load_state_dict(saved["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"the checkpoint is of another model or optimiser ({reason}); --resume; "
+                            "give the old --arch and --optimizer, or start another run with --weights FILE") from None
+        self.stepper.scaler.load_state_dict(saved["scaler"])
+        torch.set_rng_state(saved["rng"])
 
 
 def fit(run: Run) -> str:
@@ -124,21 +112,22 @@ def validate(run: Run) -> dict[str, Any] | None:
         return {}
     result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, lambda: run.world.sum([asked_to_stop(run)])[0] > 0)
     if result is not None:
-        run.report.validation(run.state.progress.epoch, run.state.progress.global_step, result)
+        run.records.report.validation(run.state.progress.epoch, run.state.progress.global_step, result)
+        run.records.report.confusion(result["confusion"].numpy(), run.records.description["plan"]["classes"], run.state.progress.global_step)
     return result
 
 
 def save(run: Run, name: str) -> None:
     """Write a checkpoint of the whole run. Every rank calls it; rank 0 writes; all raise if it cannot."""
     def write() -> None:
-        checkpoint.save(run.folder.path / name, {
+        checkpoint.save(run.records.folder.path / name, {
             "model": checkpoint.bare_state(run.module),
             "optimizer": run.stepper.optimizer.state_dict(),
             "scaler": run.stepper.scaler.state_dict(),
-            "schedule": {name: value for name, value in asdict(run.stepper.recipe).items() if name != "amp"},
+            "schedule": {field: value for field, value in asdict(run.stepper.recipe).items() if field != "amp"},
             "rng": torch.get_rng_state(),
             **run.state.as_dict(),
-            **run.describe,
+            **run.records.description,
         })
     run.world.on_main(write)
 
@@ -148,7 +137,7 @@ def asked_to_stop(run: Run) -> bool:
     now = time.monotonic()
     if run.world.is_main and now - run.stop_file_seconds >= 1.0:
         run.stop_file_seconds = now
-        run.stop.requested = run.folder.stop_requested() or run.stop.requested
+        run.stop.requested = run.records.folder.stop_requested() or run.stop.requested
     return run.stop.requested
 
 
@@ -160,21 +149,22 @@ def _timed(batches: Any) -> tuple[Batch | None, float]:
 def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
     """One step, its bookkeeping, and what all ranks agree on after it: whether to stop."""
     step = batch.step
-    run.on_batch(batch)
+    if step.global_step == 0:
+        run.records.report.images(batch, run.records.description["plan"]["classes"])
     outcome = run.stepper.train(batch)
     stop, loss, correct, num_samples = agree(run, batch, outcome)
     run.state.progress = Progress(step.epoch, step.step + 1, step.global_step + 1, step.stop)
     if num_samples:
         run.state.loss.update(loss / num_samples, num_samples)
         run.state.top1.update(100 * correct / num_samples, num_samples)
-    run.report.train(epoch=step.epoch, step=step.global_step + 1, loss=run.state.loss, top1=run.state.top1,
+    run.records.report.train(epoch=step.epoch, step=step.global_step + 1, loss=run.state.loss, top1=run.state.top1,
                      lr=run.stepper.recipe.lr_at(step.global_step), num_images=num_samples, wait_seconds=wait_seconds)
     return stop
 
 
 def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float, int]:
     """Add up over the ranks. Raises UserError on all of them for a loss that is not finite or too many bad samples."""
-    bad = run.errors.add(batch)
+    bad = run.records.errors.add(batch)
     finite = torch.isfinite(torch.tensor(outcome.loss)).item()
     loss = outcome.loss if finite else 0.0
     stop, num_infinite, num_bad, loss, correct, num_samples = run.world.sum(
@@ -185,5 +175,5 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
                         "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
     run.num_errors += int(num_bad)
     if run.num_errors > run.max_errors:
-        raise UserError(f"{run.num_errors} samples could not be used; {run.errors.path}; mend the shards, or raise --max_errors")
+        raise UserError(f"{run.num_errors} samples could not be used; {run.records.errors.path}; mend the shards, or raise --max_errors")
     return stop > 0, loss, correct, int(num_samples)

@@ -11,14 +11,12 @@ OUT/rejected.jsonl. What is not finished is kept in OUT/.unfinished, which goes 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -27,65 +25,68 @@ from common.errors import UserError
 from common.image_files import VERIFY
 from common.manifest import MANIFESTS, from_manifest
 from common.processes import available_cpus, run_jobs
-from common.shard_plan import Plan, PlanOptions, make_plan, shard_name
-from common.shard_writer import GO_ON, Record, finished_record, input_stamp, read_record, replace_text, write_shard
+from common.shard_output import (
+    REJECTED,
+    Summary,
+    finish,
+    open_output,
+    remove_leftovers,
+    remove_output,
+    summarize,
+    write_partial,
+)
+from common.shard_plan import Plan, PlanOptions, make_plan
+from common.shard_writer import GO_ON, Record, ShardJob, input_stamp, read_record, write_shard
 from common.sources import READABLE, Source, from_folder
 from common.torchvision_source import from_torchvision
 
-ADVICE = "SRC is a folder with one subfolder per class, a .csv or .jsonl manifest, or torchvision:NAME"
 TORCHVISION = "torchvision:"
+ADVICE = "SRC is a folder with one subfolder per class, a .csv or .jsonl manifest, or torchvision:NAME"
 
 
 @dataclass(frozen=True)
 class Options(PlanOptions):
-    """Everything the command line can say besides SRC and OUT. Only what PlanOptions holds decides the bytes."""
+    """What the command line can say besides SRC and OUT. Fields that are not in PlanOptions do not touch the bytes."""
 
     root: str | None = None
     split: str | None = None
     num_workers: int = 1
-    part: tuple[int, int] | None = None  # (i, n): write the shards whose number in the plan leaves i when divided by n
+    part: tuple[int, int] | None = None  # (i, n): only the shards whose number in the plan leaves i when divided by n
     finish: bool = False
     overwrite: bool = False
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a call found or made."""
-
-    num_samples: int
-    num_shards: int
-    num_bytes: int
-    num_rejected: int
-    message: str
-
-
 def make_shards(source: str, out: str | Path, options: Options | None = None) -> Summary:
-    """Write the shards of `source` below `out`; see the head of this file. Raises UserError.
+    """Write the shards of `source` to `out`, as the head of this file says. Raises UserError.
 
-    `source` is a folder, a manifest, or `torchvision:NAME`. Called by the command line and by tests.
+    Called by the command line and by tests. With `part`, the summary is that of this part alone.
     """
     options = options or Options()
     found = open_source(source, options)
+    if os.path.isdir(source) and Path(out).resolve().is_relative_to(Path(source).resolve()):
+        raise UserError(f"OUT lies inside of SRC, whose images it would join; {out}; choose a folder beside {source}")
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if _is_below(out, source):
-        raise UserError(f"OUT lies inside of SRC and would become a part of it; {out}; choose a folder beside {source}")
     plan = make_plan(found, out, PlanOptions(**{f.name: getattr(options, f.name) for f in fields(PlanOptions)}))
     try:
         if options.overwrite:
-            _remove_output(plan)
-        complete = _open_output(plan)
+            remove_output(plan)
+        complete = open_output(plan)
         if complete is not None:
+            print(f"{out} holds these shards already: nothing is written")
             return complete
         if options.finish:
-            return _finish(plan)
-        _write(plan, options)
-        if options.part is None:
-            return _finish(plan)
+            return finish(plan)
+        if options.part is not None:
+            return _write(plan, range(options.part[0], len(plan.shards), options.part[1]), options.num_workers)
+        _write(plan, range(len(plan.shards)), options.num_workers)
+        return finish(plan)
+    except UserError:
+        if options.part is None and not options.finish:
+            write_partial(plan)
+        raise
     except OSError as error:
-        raise UserError(f"{error.strerror}; {error.filename or out}; {GO_ON}") from None
-    records = [read_record(plan.job(number)) for number in _numbers(plan, options)]
-    return _summary([record for record in records if record], f"part {options.part[0]} of {options.part[1]} is done; when all are: --finish")
+        raise UserError(f"cannot write ({error.strerror}); {error.filename or out}; {GO_ON}") from None
 
 
 def open_source(source: str, options: Options) -> Source:
@@ -99,12 +100,139 @@ def open_source(source: str, options: Options) -> Source:
     elif os.path.isfile(source) and source.lower().endswith(MANIFESTS):
         found = from_manifest(source)
     else:
-        raise UserError(f"{'no images in that form' if os.path.exists(source) else 'no such folder or file'}; {source}; {ADVICE}")
-    if not found.paths:
-        listed = f", but {len(found.rejected)} that cannot be used, such as {': '.join(found.rejected[0])}" if found.rejected else ""
-        raise UserError(f"no images ({', '.join(READABLE)}){listed}; {source}; {ADVICE}")
-    unused = sorted(set(range(found.num_classes)) - set(found.labels)) if found.num_classes <= 1_000_000 else []
-    if unused:
-        names = ", ".join(found.category(label) for label in unused[:5])
-        found.warnings.append(f"{len(unused)} of {found.num_classes} classes have no image: {names}{', …' if len(unused) > 5 else ''}")
+        what = "no images in that form" if os.path.exists(source) else "no such folder or file"
+        raise UserError(f"{what}; {source}; {ADVICE}")
+    if not found.paths and not found.rejected:
+        raise UserError(f"no images ({', '.join(READABLE)}); {source}; {ADVICE}")
+    used = set(found.labels)
+    if 0 < len(used) < found.num_classes:
+        unused = (found.category(label) for label in range(found.num_classes) if label not in used)
+        found.warnings.append(f"{found.num_classes - len(used)} of {found.num_classes} classes have no image, "
+                              f"such as {', '.join(islice(unused, 3))}")
     return found
+
+
+def _write(plan: Plan, numbers: Sequence[int], num_workers: int) -> Summary:
+    """Write the shards `numbers` of the plan, those that are there already excepted."""
+    remove_leftovers(plan, numbers)
+    total = sum(len(plan.shards[number].indices) for number in numbers)
+    print(f"{total} images, {plan.source.num_classes} classes -> {len(numbers)} shards in "
+          f"{', '.join(map(str, plan.folders))}; processes: {max(num_workers, 1)}", flush=True)
+    if plan.options.verify == "full":
+        import common.decode  # noqa: F401  PyTorch: once here, so that the processes share it
+    records: list[Record] = []
+    with tqdm(total=total, unit=" images", disable=None) as bar:  # None: no bar where stderr is no terminal
+
+        def done(record: Record) -> None:
+            records.append(record)
+            bar.update(record.num_samples + len(record.rejected))
+
+        def jobs() -> Iterator[ShardJob]:
+            for number in numbers:
+                record = read_record(plan.shards[number].tar, plan.work)
+                if record is not None and record.stamp == input_stamp(plan.files(number)):
+                    done(record)
+                else:
+                    yield plan.job(number)
+
+        for record in run_jobs(write_shard, jobs(), num_workers):
+            done(record)
+    return summarize(records)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Exit status: 0 done, 1 an error told in one line, 2 bad usage, 130 interrupted."""
+    args = vars(_parser().parse_args([_flag(word) for word in (sys.argv[1:] if arguments is None else arguments)]))
+    source, out = args.pop("source"), args.pop("out")
+    try:
+        summary = make_shards(source, out, Options(**args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {out}; give the same command again to go on", file=sys.stderr)
+        return 130
+    print(f"{summary.num_samples} samples in {summary.num_shards} shards, {summary.num_bytes / 1e6:.1f} MB")
+    if summary.rejected:
+        path, cause = summary.rejected[0]
+        print(f"warning: {len(summary.rejected)} inputs are rejected, such as {path}: {cause}; "
+              f"{Path(out, REJECTED)} lists them when all is done", file=sys.stderr)
+    if args["part"]:
+        print("this part is done; when all parts are: the same command with --finish instead of --part")
+    return 0
+
+
+def _flag(word: str) -> str:
+    """`--val-fraction=0.1` -> `--val_fraction=0.1`: both spellings are taken."""
+    return re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m common.make_shards", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", metavar="SRC", help=ADVICE.removeprefix("SRC is "))
+    add("out", metavar="OUT", help="folder for the shards")
+    add("-w", "--num_workers", type=_at_least(0), default=available_cpus(),
+        help="processes (default: one for each core, here %(default)s)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--samples_per_shard", type=_at_least(1), default=1000, help="(default: %(default)s)")
+    size.add_argument("--shard_size", type=_bytes,
+                      help="bytes of a tar instead, such as 500M; roughly so where images are converted")
+    add("--name", type=_name, help="shards are NAME-0000.tar, … (default: the name of their folder)")
+    add("--val_fraction", type=_fraction,
+        help="this part of each class goes to OUT/val, the rest to OUT/train (default: all straight into OUT)")
+    add("--seed", type=_at_least(-1), default=0,
+        help="of the order and of the validation images; -1 keeps the order of SRC (default: %(default)s)")
+    add("--resize", type=_at_least(1),
+        help="shrink the shorter side to so many pixels (default: bytes are copied untouched)")
+    add("--verify", choices=VERIFY, default="header",
+        help="full: decode every image, reject what the decoder complains of; header: look at first and last bytes, "
+             "decode only where they leave a doubt; none (default: %(default)s)")
+    add("--root", help="folder of a torchvision data set; nothing is downloaded")
+    add("--split", help="train or test, or what the torchvision data set calls its splits (default: its own)")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--part", type=_part, metavar="I/N",
+                      help="write only every N-th shard, from number I (0 … N-1) on")
+    part.add_argument("--finish", action="store_true", help="when all parts are written: check them, write info.json")
+    part.add_argument("--overwrite", action="store_true", help="first remove what an earlier run left in OUT")
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return number
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kKMG]?)B?", text)
+    if not match or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 500M")
+    return int(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
+
+
+def _fraction(text: str) -> float:
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[^\s/.{}*?\[\]]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} holds blanks, slashes, dots or signs of patterns")
+    return text
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N-1")
+    return int(match[1]), int(match[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

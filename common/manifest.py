@@ -26,7 +26,7 @@ Row = tuple[int, dict[str, Any]]  # number of the line, values by column
 
 
 def from_manifest(manifest: str) -> Source:
-    """List the rows of a manifest. A row that cannot be used is rejected; a table that cannot be understood: UserError."""
+    """List the rows of a manifest. Unusable rows are rejected; a table that cannot be understood is a UserError."""
     source = Source(os.path.dirname(manifest) or ".")
     try:
         rows = list(_rows(manifest, source.rejected))
@@ -34,7 +34,8 @@ def from_manifest(manifest: str) -> Source:
         raise UserError(f"not a readable manifest ({error}); {manifest}; save it as UTF-8 text") from None
     columns = sorted({column for _, row in rows for column in row})
     if rows and ("path" not in columns or not {"label", "category"} & set(columns)):
-        raise UserError(f"a manifest needs the columns `path` and `label` or `category`; {manifest} has {', '.join(columns)}; rename them")
+        raise UserError("a manifest needs the columns `path` and `label` or `category`; "
+                        f"{manifest} has {', '.join(columns)}; rename them")
     rows = list(_with_path(rows, source))
     names = _class_names(manifest, rows)
     numbers: dict[str | None, int] = {name: number for number, name in names.items()}
@@ -45,7 +46,8 @@ def from_manifest(manifest: str) -> Source:
         if path in seen:
             source.rejected.append((path, f"listed twice: lines {seen[path]} and {line}"))
         elif label < 0:
-            source.rejected.append((path, f"no label, line {line}" if row["label"] is None else f"label {label} is negative, line {line}"))
+            cause = "no label" if row["label"] is None else f"label {label} is negative"
+            source.rejected.append((path, f"{cause}, line {line}"))
         elif extension(path) not in READABLE:
             source.rejected.append((path, f"none of the extensions {', '.join(READABLE)}"))
         else:
@@ -63,17 +65,18 @@ def _rows(manifest: str, rejected: list[tuple[str, str]]) -> Iterator[Row]:
         if manifest.lower().endswith((".csv", ".tsv")):
             reader = csv.DictReader(file, delimiter="\t" if manifest.lower().endswith(".tsv") else ",")
             for row in reader:
-                yield reader.line_num, {column.strip().lower(): value for column, value in row.items() if column is not None}
+                row.pop(None, None)  # more values than columns
+                yield reader.line_num, {column.strip().lower(): value for column, value in row.items()}
             return
         for line, text in enumerate(file, start=1):
             if not text.strip():
                 continue
             try:
-                row = json.loads(text)
+                value = json.loads(text)
             except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield line, {column.strip().lower(): value for column, value in row.items()}
+                value = None
+            if isinstance(value, dict):
+                yield line, {column.strip().lower(): item for column, item in value.items()}
             else:
                 rejected.append((f"line {line}", "not a JSON object"))
 
@@ -103,7 +106,8 @@ def _class_names(manifest: str, rows: list[Row]) -> dict[int, str]:
     for line, row in rows:
         label, name = row["label"], row["category"]
         if isinstance(label, int) and name is not None and names.setdefault(label, name) != name:
-            raise UserError(f"label {label} is {names[label]} and {name}; {manifest}, line {line}; {advice}, one name for each number")
+            raise UserError(f"label {label} is {names[label]} and {name}; {manifest}, line {line}; "
+                            f"{advice}, one name for each number")
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise UserError(f"category {twice[0]} has several labels; {manifest}; {advice}, one number for each name")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +17,6 @@ from common.errors import UserError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-PR_SET_PDEATHSIG = 1
 
 
 def available_cpus() -> int:
@@ -55,7 +53,15 @@ def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], num_workers
 
 def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: the parent alone tells of it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent and sys.platform == "linux":  # it died before it could be asked about
-        os._exit(1)
+    die_with_parent(signal.SIGKILL, parent)
+
+
+def die_with_parent(signal_number: int, parent: int) -> None:
+    """Ask the kernel for a signal when the parent is gone, however it went. Linux only; nothing elsewhere."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    try:
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)
+    except (AttributeError, OSError):
+        return
+    if os.getppid() != parent:  # it was gone before the kernel was asked
+        os.kill(os.getpid(), signal_number)

@@ -1,4 +1,4 @@
-"""Which image goes into which shard: decided before anything is written, from the source, the seed and the options alone.
+"""Which image goes into which shard: decided before anything is written, from source, seed and options alone.
 
 So every process, every machine and every restart makes the same shards, and none waits for another.
 
@@ -81,7 +81,8 @@ class Plan:
     def job(self, number: int) -> ShardJob:
         """All that is needed to write shard `number` of the plan."""
         entries = [self._entry(index) for index in self.shards[number].indices.tolist()]
-        return ShardJob(self.shards[number].place, self.shards[number].tar, self.work, entries, self.options.verify, self.options.resize)
+        shard, options = self.shards[number], self.options
+        return ShardJob(shard.place, shard.tar, self.work, entries, options.verify, options.resize)
 
     def files(self, number: int) -> list[str | None]:
         """The files that shard `number` is made from; None for an image that is no file."""
@@ -103,7 +104,8 @@ def make_plan(source: Source, out: str | Path, options: PlanOptions) -> Plan:
         stem = shard_name(folder, out, options)
         parts = list(_cut(source, indices, options))
         digits = max(4, len(str(len(parts) - 1)))  # names of one length sort as their numbers do
-        shards += [PlannedShard(folder, f"{stem}-{place:0{digits}d}.tar", place, part) for place, part in enumerate(parts)]
+        names = [f"{stem}-{place:0{digits}d}.tar" for place in range(len(parts))]
+        shards += [PlannedShard(folder, name, place, parts[place]) for place, name in enumerate(names)]
     keys = make_keys(source.paths)
     return Plan(source, out, options, keys, shards, _digest(source, keys, options))
 
@@ -123,7 +125,8 @@ def _splits(source: Source, out: Path, options: PlanOptions) -> list[tuple[Path,
         return [(out, everything)]
     val = choose_val(np.asarray(source.labels, dtype=np.int64), options.val_fraction, options.seed)
     if not len(val):
-        raise UserError(f"no image is left for validation; --val_fraction {options.val_fraction} of {len(everything)} images; raise it")
+        raise UserError(f"no image is left for validation; --val_fraction {options.val_fraction} "
+                        f"of {len(everything)} images; raise it")
     return [(out / "train", np.setdiff1d(everything, val)), (out / "val", val)]
 
 
@@ -146,7 +149,8 @@ def choose_val(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 def _cut(source: Source, indices: np.ndarray, options: PlanOptions) -> Iterator[np.ndarray]:
     """Cut a list of images into shards."""
     if options.shard_size is None:
-        yield from (indices[i : i + options.samples_per_shard] for i in range(0, len(indices), options.samples_per_shard))
+        for start in range(0, len(indices), options.samples_per_shard):
+            yield indices[start : start + options.samples_per_shard]
         return
     sizes = _sample_sizes(source, indices, options)
     start, size = 0, 2 * BLOCK
@@ -160,7 +164,7 @@ def _cut(source: Source, indices: np.ndarray, options: PlanOptions) -> Iterator[
 
 
 def _sample_sizes(source: Source, indices: np.ndarray, options: PlanOptions) -> np.ndarray:
-    """Bytes of each sample in a tar, headers included: exact for copied files, an average of some where images are converted."""
+    """Bytes of each sample in a tar, headers included: exact for copied files, an average for converted ones."""
     if source.images is None and options.resize is None:
         sizes = np.array([_file_size(source.content(index)) for index in indices.tolist()], dtype=np.int64)
         return -(-sizes // BLOCK) * BLOCK + 3 * BLOCK
@@ -210,7 +214,8 @@ def make_keys(paths: list[str]) -> list[str]:
     return keys
 
 
-_UNSAFE = re.compile(r"[\s\\\x00-\x1f\x7f\ud800-\udfff]")  # blanks part the words of an index; no encoding has surrogates
+# Blanks part the words of an index, and surrogates (bytes of a name that are no UTF-8) are in no encoding.
+_UNSAFE = re.compile(r"[\s\\\x00-\x1f\x7f\ud800-\udfff]")
 _HIDDEN = re.compile(r"(^|/)__")  # readers skip __name__ and __MACOSX
 
 
@@ -219,7 +224,8 @@ def _safe(name: str) -> str:
 
 
 def _digest(source: Source, keys: list[str], options: PlanOptions) -> str:
-    digest = hashlib.sha256(json.dumps([FORMAT, asdict(options), source.classes, source.num_classes, source.rejected]).encode())
+    about = [FORMAT, asdict(options), source.classes, source.num_classes, source.rejected]
+    digest = hashlib.sha256(json.dumps(about).encode())
     for key, path, label in zip(keys, source.paths, source.labels, strict=True):
         digest.update(f"{key}\0{path}\0{label}\n".encode(errors="surrogatepass"))
     return digest.hexdigest()[:16]

@@ -19,12 +19,13 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import Image
 
 from common.errors import UserError
+from common.files import read_json, write_atomic
 from common.image_files import Rejected, encode, prepare
 from common.tar_index import BLOCK, Member, Sample, index_path, write_index
 
 GO_ON = "free some space or mend the disk, then run the same command again: it goes on where it stopped"
-# A ustar header around name, size and checksum: mode 644, owner 0, time 0, a plain file. `tarfile` takes 20 µs for one,
-# which is as long as `tar` takes for a whole image.
+# A ustar header around name, size and checksum: mode 644, owner 0, time 0, a plain file. Made by hand, since `tarfile`
+# takes 20 µs for one, which is as long as `tar` takes for a whole image.
 _OWNER = b"0000644\0" + 2 * b"0000000\0"
 _REST = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
 _FIXED_SUM = sum(_REST) + 8 * ord(" ")  # the checksum counts its own field as blanks
@@ -79,9 +80,11 @@ def write_shard(job: ShardJob) -> Record:
         if samples:
             os.replace(unfinished, job.tar)
             write_index(job.tar, samples)
+        else:
+            job.tar.unlink(missing_ok=True)  # of an earlier run, when its inputs could still be used
         first = samples[0][0].name if samples else ""
         record = Record(job.tar.name, first, len(samples), num_bytes, _digest(stamps), rejected)
-        replace_text(_record_path(job.tar, job.work), json.dumps(record._asdict()))
+        write_atomic(_record_path(job.tar, job.work), json.dumps(record._asdict()))
         return record
     except OSError as error:
         raise UserError(f"cannot write a shard ({error.strerror}); {job.tar}; {GO_ON}") from None
@@ -89,20 +92,14 @@ def write_shard(job: ShardJob) -> Record:
         unfinished.unlink(missing_ok=True)
 
 
-def finished_record(tar: Path, work: Path, files: Iterable[str | None]) -> Record | None:
-    """The record of a shard that was written before, if it is still there and its inputs are still the same."""
-    record = read_record(tar, work)
-    return record if record is not None and record.stamp == input_stamp(files) else None
-
-
 def read_record(tar: Path, work: Path) -> Record | None:
-    """The record of a shard that was written before, if it is still there, whatever became of its inputs."""
+    """The record of a shard that was written before and is still there. `stamp` tells whether its inputs are the same."""
     try:
-        record = Record(**json.loads(_record_path(tar, work).read_text()))
+        record = Record(**read_json(_record_path(tar, work)))
         if record.num_samples and not (_holds(tar, record) and index_path(tar).exists()):
             return None
         return record._replace(rejected=[(path, cause) for path, cause in record.rejected])
-    except (OSError, ValueError, TypeError):
+    except (ValueError, TypeError):
         return None
 
 
@@ -123,19 +120,6 @@ def _holds(tar: Path, record: Record) -> bool:
 def input_stamp(files: Iterable[str | None]) -> str:
     """Sizes and times of the inputs, as a digest: equal to a record's as long as no input was changed."""
     return _digest([_file_stamp(file) for file in files])
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _write_samples(tar: BinaryIO, job: ShardJob) -> tuple[list[Sample], list[Any], list[tuple[str, str]]]:
@@ -159,7 +143,8 @@ def _write_samples(tar: BinaryIO, job: ShardJob) -> tuple[list[Sample], list[Any
         tar.write(header(image_name.encode(), len(data)))
         tar.write(data)
         tar.write(bytes(-len(data) % BLOCK) + header(json_name.encode(), len(text)) + text + bytes(-len(text) % BLOCK))
-        samples.append([Member(extension, place + BLOCK, len(data), image_name), Member("json", text_place + BLOCK, len(text), json_name)])
+        image = Member(extension, place + BLOCK, len(data), image_name)
+        samples.append([image, Member("json", text_place + BLOCK, len(text), json_name)])
         place = text_place + BLOCK + _padded(len(text))
     return samples, stamps, rejected
 

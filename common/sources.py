@@ -1,6 +1,6 @@
 """What shards are made from, whatever form it has: a list of images with their labels. And its first form, folders.
 
-    source = from_folder("images/")         # one subfolder per class; others: common.manifest, common.torchvision_source
+    source = from_folder("images/")                 # others: common.manifest, common.torchvision_source
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def from_folder(root: str) -> Source:
     Hidden files and folders are not looked at. Links to folders are followed, each folder once.
     """
     with os.scandir(root) as entries:
-        children = sorted((e for e in entries if not is_side_file(e.name) and e.name != "__MACOSX"), key=lambda e: e.name)
+        children = sorted((entry for entry in entries if not _is_hidden(entry.name)), key=lambda entry: entry.name)
         classes = [entry.name for entry in children if entry.is_dir()]
     source = Source(root, classes=classes, num_classes=len(classes))
     if not classes:
-        raise UserError(f"no class folders; {root}; put the images of each class into a subfolder, or list them in a manifest")
+        raise UserError(f"no class folders; {root}; put the images of each class into a subfolder, "
+                        "or list them in a manifest")
     left_out = [entry.name for entry in children if not entry.is_dir() and extension(entry.name) in READABLE]
     for label, name in enumerate(classes):
         for path in _files_below(root, name, source.rejected):
@@ -60,9 +61,10 @@ def from_folder(root: str) -> Source:
             else:
                 left_out.append(path)
     if left_out:
-        source.warnings.append(f"{len(left_out)} files are left out, as they are no images or in no class folder: {left_out[0]}, …")
+        source.warnings.append(f"{len(left_out)} files are left out, as they are no images or in no class folder, "
+                               f"such as {left_out[0]}")
     if set(classes) <= {"train", "val", "valid", "validation", "test"}:
-        source.warnings.append(f"the classes are {', '.join(classes)}: if these are splits, make shards of each of them alone")
+        source.warnings.append(f"the classes are {', '.join(classes)}: if these are splits, make shards of each alone")
     return source
 
 
@@ -72,12 +74,19 @@ def _files_below(root: str, name: str, rejected: list[tuple[str, str]]) -> list[
     def unreadable(error: OSError) -> None:
         rejected.append((os.path.relpath(error.filename, root), f"folder: {error.strerror}"))
 
-    found, seen = [], set()
+    found: list[tuple[str, list[str]]] = []
+    seen: set[str] = set()
     for place, folders, files in os.walk(os.path.join(root, name), followlinks=True, onerror=unreadable):
         seen.add(os.path.realpath(place))
-        folders[:] = [f for f in folders if not is_side_file(f) and f != "__MACOSX" and os.path.realpath(os.path.join(place, f)) not in seen]
-        found += [(place, file) for file in files if not is_side_file(file)]
-    return [os.path.relpath(os.path.join(place, file), root) for place, file in sorted(found)]
+        below = [folder for folder in folders if not _is_hidden(folder)]
+        folders[:] = [folder for folder in below if os.path.realpath(os.path.join(place, folder)) not in seen]
+        found.append((place, sorted(file for file in files if not is_side_file(file))))
+    found.sort()
+    return [f"{folder}/{file}" for folder, files in ((os.path.relpath(p, root), f) for p, f in found) for file in files]
+
+
+def _is_hidden(name: str) -> bool:
+    return is_side_file(name) or name == "__MACOSX"
 
 
 def extension(path: str) -> str:

@@ -6,7 +6,7 @@ fill up a batch weigh nothing. DistributedDataParallel averages over ranks, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,11 @@ from torch.nn import functional as F
 
 from common.collate import Batch
 from common.data_parallel import padded_size
-from common.metrics import accuracy
-from common.model import normalize
-from common.optim import learning_rate, set_lr
+from common.distributed import World
+from common.metrics import correct_counts
+from common.optim import autocast, learning_rate, set_lr
 from common.sampling import STEP, mix
-
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (images, row numbers in the batch) -> logits
-
+from common.watch import Watch
 
 @dataclass(frozen=True)
 class Recipe:
@@ -44,10 +42,6 @@ class Recipe:
         """The learning rate of a step, a pure function of it."""
         return learning_rate(global_step, base=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
 
-    def autocast(self, device: torch.device) -> AbstractContextManager:
-        """The precision that forward passes run in."""
-        return torch.autocast(device.type, self.amp) if self.amp else nullcontext()
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -60,41 +54,41 @@ class Outcome:
 
 @dataclass
 class Stepper:
-    """What a step works on. `model` may be wrapped (DDP, DP, compiled); `forward` calls it."""
+    """What a step works on. `model` takes uint8 images and may be wrapped (DDP, DP, compiled)."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     recipe: Recipe
-    device: torch.device
-    rank: int
-    world_size: int
-    forward: Forward
+    world: World
+    watch: Watch
 
     def train(self, batch: Batch) -> Outcome:
         """One step on this rank's part of a global batch. Every rank calls it, also with no samples."""
         recipe, step = self.recipe, batch.step
-        torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.rank))  # dropout and the like
+        torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.world.rank))  # dropout and the like
         set_lr(self.optimizer, recipe.lr_at(step.global_step))
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        self.watch.before(batch)
         parts = list(self._micro_batches(batch))
         for number, (image, label, row) in enumerate(parts):
-            with self._no_sync(number < len(parts) - 1), recipe.autocast(self.device):
-                logits = self.forward(image, row)
+            with self._no_sync(number < len(parts) - 1), autocast(self.world.device, recipe.amp):
+                logits = self.watch.forward(self.model, image, row)
                 losses = F.cross_entropy(logits.float(), label, reduction="none", label_smoothing=recipe.label_smoothing)
                 real = row >= 0
-                loss = (losses * real).sum() * (self.world_size / step.size)
+                loss = (losses * real).sum() * (self.world.size / step.size)
                 self.scaler.scale(loss).backward()
             loss_sum += losses.detach()[real].double().sum()
-            correct += accuracy(logits.detach()[real], label[real], (1,))[0]
+            correct += correct_counts(logits.detach()[real], label[real], (1,))[0]
         self._update()
+        self.watch.after(batch)
         return Outcome(loss_sum.item(), int(correct), len(batch))  # .item() waits for the device: once a step
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Images, labels and row numbers in `accum` parts, each filled with rows of number -1 to what BatchNorm needs."""
-        row = torch.arange(len(batch), device=self.device)
+        row = torch.arange(len(batch), device=self.world.device)
         size = max(-(-len(batch) // self.recipe.accum), 1)
         for start in range(0, max(len(batch), 1), size):
             image, label = batch.image[start : start + size], batch.label[start : start + size]
@@ -123,16 +117,12 @@ class Stepper:
         sums, and so the last bits. After this, a resumed run sums like one that was never stopped.
         """
         buffers = {name: value.clone() for name, value in self.model.named_buffers()}
-        image = torch.zeros(padded_size(2, self.recipe.num_replicas), 3, image_size, image_size, dtype=torch.uint8, device=self.device)
-        with self.recipe.autocast(self.device):
-            logits = self.forward(image.contiguous(memory_format=torch.channels_last), torch.full((len(image),), -1, device=self.device))
+        image = torch.zeros(padded_size(2, self.recipe.num_replicas), 3, image_size, image_size, dtype=torch.uint8, device=self.world.device)
+        with autocast(self.world.device, self.recipe.amp):
+            row = torch.full((len(image),), -1, device=self.world.device)
+            logits = self.watch.forward(self.model, image.contiguous(memory_format=torch.channels_last), row)
             (logits.float().sum() * 0).backward()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, value in self.model.named_buffers():
                 value.copy_(buffers[name])
-
-
-def plain_forward(model: nn.Module) -> Forward:
-    """Normalise on the device, then the model."""
-    return lambda image, row: model(normalize(image))

@@ -21,7 +21,7 @@ LABELS = ("targets", "labels", "_labels")
 
 
 def from_torchvision(name: str, root: str | None, split: str | None) -> Source:
-    """List a data set by the name of its class. Raises UserError for one that is unknown, not there, or without labels."""
+    """List a data set by the name of its class. Raises UserError where it is unknown, not there, or not labelled."""
     if root is None:
         raise UserError(f"where does the data set lie?; torchvision:{name}; add --root FOLDER")
     dataset = _construct(name, root, split)
@@ -43,9 +43,10 @@ def from_torchvision(name: str, root: str | None, split: str | None) -> Source:
 def _construct(name: str, root: str, split: str | None) -> Any:
     from torchvision import datasets  # takes a second and 200 MB: only for those who need it
 
-    constructor = getattr(datasets, name, None)
+    constructor: Any = getattr(datasets, name, None)
     if not inspect.isclass(constructor) or not hasattr(constructor, "__getitem__"):
-        raise UserError(f"torchvision has no data set {name}; torchvision:{name}; its names are those in torchvision.datasets, such as CIFAR10")
+        raise UserError(f"torchvision has no data set {name}; torchvision:{name}; "
+                        "the names are those in torchvision.datasets, such as CIFAR10")
     parameters = inspect.signature(constructor).parameters
     arguments: dict[str, Any] = {"download": False} if "download" in parameters else {}
     if split is not None and "split" in parameters:
@@ -59,7 +60,8 @@ def _construct(name: str, root: str, split: str | None) -> Any:
     try:
         return constructor(root, **arguments)
     except ImportError as error:
-        raise UserError(f"{name} needs a package that is missing ({error.name or error}); torchvision:{name}; install it") from None
+        raise UserError(f"{name} needs a package that is missing ({error.name or error}); torchvision:{name}; "
+                        "install it") from None
     except Exception as error:  # each data set complains in its own way of files that are missing or broken
         cause = " ".join(str(error).split())
         raise UserError(f"torchvision cannot open {name} ({cause}); --root {root}; "
@@ -79,14 +81,16 @@ def _files(dataset: Any) -> list[str] | None:
 
 def _labels(dataset: Any) -> list[int]:
     """The label of each sample, without decoding images where the data set keeps its labels apart."""
-    items: Any = next((v for v in (getattr(dataset, a, None) for a in LABELS) if v is not None and len(v) == len(dataset)), None)
+    kept = (getattr(dataset, attribute, None) for attribute in LABELS)
+    items: Any = next((values for values in kept if values is not None and len(values) == len(dataset)), None)
     if items is None:
         samples = getattr(dataset, "samples", getattr(dataset, "_samples", dataset))
         items = (sample[1] for sample in (samples[index] for index in range(len(dataset))))
     try:
         labels = [int(label) for label in items]
     except (TypeError, ValueError):
-        raise UserError(f"the targets are no class labels; torchvision:{type(dataset).__name__}; only classification data sets will do") from None
+        raise UserError(f"the targets are no class labels; torchvision:{type(dataset).__name__}; "
+                        "only classification data sets will do") from None
     if min(labels, default=0) < 0:
         raise UserError(f"some images have no label; torchvision:{type(dataset).__name__}; choose a labelled --split")
     return labels

@@ -1,0 +1,82 @@
+"""The parts of a run that take more than a line to make, put together by the scripts from the values of a config.
+
+    data = open_shards(world, ("shards/train",), Fields())
+    folder, saved = open_run(world, "train_single", output=None, resume="none")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common import checkpoint
+from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
+from common.distributed import World
+from common.evaluation import Validation
+from common.fields import Fields
+from common.loader import Loader
+from common.mixing import Mix
+from common.plan import Plan
+from common.run_folder import RunFolder
+from common.sampling import Progress, num_steps
+from common.shards import ShardIndex
+from common.transforms import ImageTransform
+
+Saved = dict[str, Any]
+
+
+def open_shards(world: World, patterns: Sequence[str], fields: Fields) -> ShardIndex:
+    """The index of a data set: read or made by rank 0, the same on every rank."""
+    bar = partial(tqdm, desc="scanning shards", disable=None, leave=False)
+    return world.on_main(lambda: ShardIndex.open(patterns, fields, progress=lambda items, total: bar(items, total=total)))
+
+
+def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:
+    """The folder of the run, and the checkpoint that it goes on from (None: from the start), the same on every rank."""
+    def find() -> tuple[RunFolder, Saved | None]:
+        folder = RunFolder.open(script, output, resume=resume == "auto")
+        checkpoint.clean(folder.path)
+        if resume == "auto" or folder.restarted:  # a restart goes on by itself
+            found = checkpoint.newest(folder.path)
+            if found is not None or resume in ("none", "auto"):
+                return folder, found[1] if found else None
+        return folder, None if resume == "none" else checkpoint.load_for_resume(Path(resume))
+
+    return world.on_main(find)
+
+
+def choose_seed(world: World, seed: int | None, saved: Saved | None) -> int:
+    """The seed that was given, else that of the run to be continued, else one drawn by rank 0."""
+    if seed is None and saved is not None:
+        return int(saved["plan"]["seed"])
+    return world.broadcast(secrets.randbelow(1 << 31) if seed is None else seed)
+
+
+def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fields: Fields, transform: ImageTransform,
+                 skip_errors: bool) -> Loader:
+    """The loader of one rank's part of every step that is left."""
+    num_workers = plan.workers_of(rank)
+    epochs = EpochPlan(plan.epoch_samples, plan.global_batch, plan.num_epochs, rank, plan.world_size, plan.seed, plan.shuffle,
+                       drop_last=plan.sampling != "exact", progress=progress)
+    source: Source = ExactSource(data, epochs) if plan.sampling == "exact" else StreamSource(data, epochs, plan.sampling == "resampled")
+    mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
+    return Loader(BatchDataset(source, mixing, classified(fields, data), transform, skip_errors), num_workers)
+
+
+def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: World, fields: Fields, image_size: int) -> Validation:
+    """The validation set, in its own order; batch t goes whole to rank t % world size."""
+    epochs = EpochPlan(data.num_samples, batch_size, 1, world.rank, world.size, seed=0, window=-1)
+    dataset = BatchDataset(ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0),
+                           classified(fields, data), ImageTransform(image_size, "center"))
+    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size), data.num_classes)
+
+
+def classified(fields: Fields, data: ShardIndex) -> Fields:
+    """The fields, with what this data set knows of its classes."""
+    return dataclasses.replace(fields, num_classes=data.num_classes, classes=data.classes)

@@ -1,0 +1,86 @@
+"""What a run leaves in its folder and says of itself: config.json, status.json, the reports, the skipped samples.
+
+    with keep_records(world, folder, plan, state, "train_single", config) as records:
+        records.finish(fit(...))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.distributed import World
+from common.error_log import ErrorLog
+from common.lock import NodeLock, lock_path
+from common.plan import Plan
+from common.report import Report, ReportSettings
+from common.run_folder import RunFolder
+from common.sampling import Progress, num_steps
+from common.state import State
+
+
+@dataclass
+class Records:
+    """The records of one start of a run. `attempt` counts the starts."""
+
+    folder: RunFolder
+    world: World
+    attempt: int
+    report: Report
+    lock: NodeLock  # one object per process: it is re-entrant, two of them would wait for each other
+    errors: ErrorLog
+    description: dict[str, Any]  # what every checkpoint says of the run
+
+    def finish(self, outcome: str, advice: str = "") -> None:
+        """Record how the run ended: "complete" or "stopped". Every rank calls it."""
+        self.world.on_main(lambda: self.folder.finish(outcome))
+        self.report.note(f"{outcome}: {self.folder.path}" + ("; --resume auto goes on with it" if outcome == "stopped" else ""))
+
+
+@contextmanager
+def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, script: str, config: Mapping[str, Any]) -> Iterator[Records]:
+    """Count this start, write config.json, print the plan; and if the run fails, leave the reason in status.json.
+
+    Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer.
+    """
+    description = {"script": script, "config": dict(config), "plan": plan.as_dict()}
+
+    def begin() -> int:
+        attempt = folder.start_attempt(asdict(state.progress))
+        folder.write_config(description)
+        return attempt
+
+    attempt, lock = world.on_main(begin), NodeLock(lock_path(folder.path))
+    report = Report(ReportSettings(
+        output=folder.path, num_epochs=plan.num_epochs, steps_per_epoch=plan.steps_per_epoch, is_main=world.is_main, attempt=attempt,
+        start=state.progress, first_epoch_steps=_steps_of_open_epoch(plan, state.progress), report_seconds=config["report_s"],
+        report_growth=config["report_growth"], lock=lock))
+    try:
+        with report:
+            _introduce(report, world, folder, plan, state)
+            report.config(config)
+            yield Records(folder, world, attempt, report, lock, ErrorLog(folder.path, world.rank, attempt), description)
+    except Exception as error:
+        if world.is_main:
+            folder.finish("failed", str(error) or type(error).__name__)
+        raise
+
+
+def _introduce(report: Report, world: World, folder: RunFolder, plan: Plan, state: State) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    for line in plan.lines(local_ranks):
+        report.note(line)
+    report.note(f"run: {folder.path}, device {world.device}, {len(os.sched_getaffinity(0))} cores")
+    if state.progress != Progress():
+        at = state.progress
+        report.note(f"resumed: epoch {at.epoch}, step {at.step}, {at.position} samples of the epoch done; {at.global_step} steps since the start")
+
+
+def _steps_of_open_epoch(plan: Plan, progress: Progress) -> int | None:
+    """Steps of the epoch that a resumed run goes on with: other than usual if the batch has changed."""
+    if plan.sampling != "exact" or not progress.step:
+        return None
+    return progress.step + num_steps(plan.epoch_samples - progress.position, plan.global_batch)

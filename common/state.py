@@ -1,0 +1,36 @@
+"""Where a run stands: everything that changes besides model, optimiser and scaler, named in one place."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.metrics import AverageMeter
+from common.plan import Plan
+from common.sampling import Progress
+
+
+@dataclass
+class State:
+    """Everything that changes while a run goes on, besides model, optimiser and scaler. Goes whole into a checkpoint."""
+
+    progress: Progress = field(default_factory=Progress)
+    epoch_done: bool = False  # all its steps are, its validation is not
+    loss: AverageMeter = field(default_factory=AverageMeter)
+    top1: AverageMeter = field(default_factory=AverageMeter)
+    best_top1: float = -1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"progress": asdict(self.progress), "epoch_done": self.epoch_done, "best_top1": self.best_top1,
+                "meters": {"loss": self.loss.state_dict(), "top1": self.top1.state_dict()}}
+
+    @classmethod
+    def from_checkpoint(cls, saved: dict[str, Any] | None, plan: Plan) -> State:
+        """Where a run goes on; a new one without a checkpoint. Raises UserError where the plan must not differ and does."""
+        state = cls()
+        if saved is not None:
+            plan.check_resumed(saved["plan"])
+            state.progress, state.epoch_done, state.best_top1 = Progress(**saved["progress"]), saved["epoch_done"], saved["best_top1"]
+            state.loss.load_state_dict(saved["meters"]["loss"])
+            state.top1.load_state_dict(saved["meters"]["top1"])
+        return state
