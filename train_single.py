@@ -28,7 +28,7 @@ from common.watch import make_watch
 
 
 def main() -> None:
-    """Parse the command line, find the device, train."""
+    """Parse the command line, find the devices, train."""
     config = TrainConfig.from_command_line(__doc__)
     devices = choose_devices(config.device, config.gpu)[:1]
     with single_process(devices[0]) as world:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def train(config: TrainConfig, world: World, devices: list[torch.device]) -> None:
-    """Put a run together from the config, and let it run."""
+    """Put a run together from the config, and let it run. Every rank does the same."""
     # The data; the folder of the run, and the checkpoint that it goes on from, if any.
     fields = Fields(config.image_field, config.label_field)
     data = open_shards(world, config.shard_path, fields)
@@ -50,7 +50,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         world_size=world.size, num_workers=config.num_workers, num_epochs=config.n_epochs, max_steps=config.max_steps)
     state = State.from_checkpoint(saved, plan)
 
-    with keep_records(world, folder, plan, state, "train_single", dataclasses.asdict(config)) as records:
+    with keep_records(world, folder, plan, state, dataclasses.asdict(config)) as records:
         # The model, and around it what makes it run here.
         watch = make_watch(config.trace, records, devices)
         module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed)

@@ -53,12 +53,7 @@ def open_image(data: Data) -> Picture:
     buffer: Any = data.numpy() if isinstance(data, Tensor) else data
     view = memoryview(buffer).cast("B")
     name = _format_of(bytes(view[:16]))
-    if name != "JPEG":
-        return _RasterPicture(view, name)
-    header = jpeg.read_header(view)
-    if header.num_components == 4:  # CMYK: Pillow knows about inverted inks
-        return _RasterPicture(view, name, header.orientation)
-    return _JpegPicture(view, header)
+    return _JpegPicture(view, jpeg.read_header(view)) if name == "JPEG" else _RasterPicture(view, name)
 
 
 class Picture:
@@ -90,7 +85,7 @@ class Picture:
 
 
 class _JpegPicture(Picture):
-    """Gray or colour JPEG, decoded when the crop is known."""
+    """A JPEG, decoded when the crop is known."""
 
     def __init__(self, data: memoryview, header: jpeg.Header):
         super().__init__(header.height, header.width, header.orientation)
@@ -112,7 +107,7 @@ class _JpegPicture(Picture):
 class _RasterPicture(Picture):
     """Every other format: Pillow decodes the whole image at once."""
 
-    def __init__(self, data: memoryview, name: str, orientation: int | None = None):
+    def __init__(self, data: memoryview, name: str):
         if name == "PNG":
             _check_png_end(data)
         _mute_pillow()
@@ -120,7 +115,7 @@ class _RasterPicture(Picture):
             image = Image.open(io.BytesIO(data), formats=(name,))
             check_size(image.height, image.width)
             self.rgb = torch.from_numpy(_to_rgb(image)).permute(2, 0, 1)
-            upright_by = orientation or _orientation_of(image)
+            orientation = _orientation_of(image)
         except DecodeError:
             raise
         except Image.DecompressionBombError as error:
@@ -128,7 +123,7 @@ class _RasterPicture(Picture):
         except Exception as error:  # damaged files raise nearly anything: OSError, SyntaxError, struct.error, KeyError
             cause = "truncated" if "truncated" in str(error) else "corrupt"
             raise DecodeError(cause, f"{name}: {type(error).__name__}: {error}") from None
-        super().__init__(self.rgb.shape[1], self.rgb.shape[2], upright_by)
+        super().__init__(self.rgb.shape[1], self.rgb.shape[2], orientation)
 
     def _stored(self, bottom: int, skip_rows: bool) -> Tensor:
         return self.rgb

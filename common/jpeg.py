@@ -6,7 +6,7 @@ size, which the JPEG format allows at little cost.
 
     >>> header = read_header(data)
     >>> decode_top(data, header, bottom=200).shape          # at least 200 rows of 375
-    torch.Size([3, 208, 500])
+    torch.Size([3, 201, 500])
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Header(NamedTuple):
     num_components: int
     orientation: int
     height_at: int  # where the file keeps its height: 2 bytes, big-endian
-    mcu_height: int  # rows of one unit of coding
     is_baseline: bool  # sequential, Huffman, 8 bit, one scan
     has_restarts: bool  # marks within the scan from which a decoder can go on after damage
     is_ended: bool  # the last bytes are the end mark, so nothing was cut off
@@ -83,18 +82,15 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
     """The header from the places of the frame and scan segments; both lie within the data, but for their ends."""
     try:
         marker, _, precision, height, width, num_components = _FRAME.unpack_from(data, frame)
-        vertical = max((data[frame + 11 + 3 * i] & 15 for i in range(num_components)), default=1)
         one_scan = data[scan + 4] == num_components
     except (struct.error, IndexError):
         raise DecodeError("truncated", f"JPEG of {len(data)} bytes that ends within its header") from None
     if not (height and width):
         raise DecodeError("unsupported", "JPEG that does not give its size in the header")
     check_size(height, width)
-    is_baseline = marker == 0xFFC0 and precision == 8 and one_scan and 1 <= vertical <= 4
-    is_ended, height_at = data[-2:] == b"\xff\xd9", frame + 5
-    return Header(
-        height, width, num_components, orientation, height_at, 8 * vertical, is_baseline, has_restarts, is_ended
-    )
+    is_baseline = marker == 0xFFC0 and precision == 8 and one_scan
+    is_ended = data[-2:] == b"\xff\xd9"
+    return Header(height, width, num_components, orientation, frame + 5, is_baseline, has_restarts, is_ended)
 
 
 def decode_all(data: memoryview, header: Header) -> Tensor:
@@ -150,8 +146,7 @@ def _shortened(data: memoryview, header: Header, bottom: int) -> bytearray | Non
     """A copy of the file that claims little more than `bottom` rows; None where that gains too little or cannot be."""
     if not (header.is_baseline and header.is_ended):
         return None
-    # One more row, since smooth chroma looks one row ahead; then up to whole units of coding.
-    rows = -(-(bottom + 1) // header.mcu_height) * header.mcu_height
+    rows = bottom + 1  # one more, since smooth chroma looks a row ahead
     if rows > header.height * (1 - _MIN_SAVED):
         return None
     shorter = bytearray(data)

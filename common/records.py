@@ -1,6 +1,6 @@
 """What a run leaves in its folder and says of itself: config.json, status.json, the reports, the skipped samples.
 
-    with keep_records(world, folder, plan, state, "train_single", config) as records:
+    with keep_records(world, folder, plan, state, config) as records:
         records.finish(fit(...))
 """
 
@@ -41,12 +41,12 @@ class Records:
 
 
 @contextmanager
-def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, script: str, config: Mapping[str, Any]) -> Iterator[Records]:
+def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, config: Mapping[str, Any]) -> Iterator[Records]:
     """Count this start, write config.json, print the plan; and if the run fails, leave the reason in status.json.
 
     Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer.
     """
-    description = {"script": script, "config": dict(config), "plan": plan.as_dict()}
+    description = {"script": folder.script, "config": dict(config), "plan": plan.as_dict()}
 
     def begin() -> int:
         attempt = folder.start_attempt(asdict(state.progress))

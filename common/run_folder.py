@@ -29,8 +29,8 @@ TAIL_BYTES = 1 << 20  # enough for the last row of a trace with thousands of key
 class RunFolder:
     """The folder of a run. `restarted`: a launcher has started this run before, so it goes on without --resume."""
 
-    def __init__(self, path: Path, restarted: bool = False, agent: str = ""):
-        self.path, self.restarted, self.agent = path, restarted, agent
+    def __init__(self, path: Path, restarted: bool = False, agent: str = "", script: str = ""):
+        self.path, self.restarted, self.agent, self.script = path, restarted, agent, script
         self._status: Json = {}
 
     @classmethod
@@ -54,7 +54,7 @@ class RunFolder:
         if found and not resume and not restarted:
             raise UserError(f"the folder already holds a run ({found[0]}); --output {path}; "
                             "add --resume auto to go on with it, or choose another --output")
-        return cls(path, restarted, agent)
+        return cls(path, restarted, agent, script)
 
     @property
     def attempt(self) -> int:

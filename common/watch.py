@@ -79,5 +79,5 @@ def make_watch(modes: Sequence[str], records: Records, devices: Sequence[torch.d
         return Watch()
     world = records.world
     trace = Trace(records.folder.path, records.attempt, world.rank, world.size) if "save" in modes else None
-    printer = TracePrinter(records.lock, world.rank, world.size) if "print" in modes else None
+    printer = TracePrinter(records.lock, world.rank, world.size, len(devices)) if "print" in modes else None
     return TraceWatch(trace, printer, world.device, devices)

@@ -1,0 +1,82 @@
+"""Train an image classifier on tar shards with one process and several devices: DataParallel.
+
+    python train_dp.py -g 0 1 2 -s shards/train --val_path shards/val
+"""
+
+# ruff: noqa: E402
+from common.stop import StopSignals
+
+stop = StopSignals.listen() if __name__ == "__main__" else StopSignals()  # the imports take seconds, a signal may come
+
+import dataclasses
+
+import torch
+
+from common.assembly import choose_seed, make_validation, open_run, open_shards, train_loader
+from common.config import TrainConfig
+from common.data_parallel import data_parallel
+from common.distributed import World, choose_devices, single_process
+from common.entry import run_script
+from common.fields import Fields
+from common.loop import Run, State, fit
+from common.model import Normalized, build_model
+from common.optim import amp_dtype, build_optimizer, grad_scaler
+from common.plan import Plan
+from common.records import keep_records
+from common.step import Recipe, Stepper
+from common.transforms import ImageTransform
+from common.watch import make_watch
+
+
+def main() -> None:
+    """Parse the command line, find the devices, train."""
+    config = TrainConfig.from_command_line(__doc__)
+    devices = choose_devices(config.device, config.gpu)
+    with single_process(devices[0]) as world:
+        train(config, world, devices)
+
+
+def train(config: TrainConfig, world: World, devices: list[torch.device]) -> None:
+    """Put a run together from the config, and let it run. Every rank does the same."""
+    # The data; the folder of the run, and the checkpoint that it goes on from, if any.
+    fields = Fields(config.image_field, config.label_field)
+    data = open_shards(world, config.shard_path, fields)
+    val_data = open_shards(world, config.val_path, fields) if config.val_path else None
+    folder, saved = open_run(world, "train_dp", config.output, config.resume)
+
+    # Which sample is read when and by whom: arithmetic, fixed from here on.
+    plan = Plan.make(
+        data, sampling=config.sampling, mix=config.mix, seed=choose_seed(world, config.seed, saved),
+        shuffle=config.shuffle, epoch_samples=config.epoch_samples, batch_size=config.batch_size,
+        world_size=world.size, num_workers=config.num_workers, num_epochs=config.n_epochs, max_steps=config.max_steps)
+    state = State.from_checkpoint(saved, plan)
+
+    with keep_records(world, folder, plan, state, dataclasses.asdict(config)) as records:
+        # The model, and around it what makes it run here.
+        watch = make_watch(config.trace, records, devices)
+        module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed)
+        module.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+        model = data_parallel(watch.wrap(Normalized(torch.compile(module) if config.compile else module)), devices)
+
+        # How a step is done.
+        optimizer = build_optimizer(module, config.optimizer, config.lr, config.betas, config.momentum, config.weight_decay)
+        scaler = grad_scaler(world.device, amp_dtype(config.amp))
+        recipe = Recipe(
+            lr=config.lr, schedule=config.schedule, warmup_steps=round(config.warmup_epochs * plan.steps_per_epoch),
+            total_steps=plan.num_epochs * plan.steps_per_epoch, label_smoothing=config.label_smoothing, accum=config.accum,
+            clip_grad=config.clip_grad, amp=amp_dtype(config.amp), seed=plan.seed, num_replicas=len(devices))
+        stepper = Stepper(model, optimizer, scaler, recipe, world, watch)
+
+        # What it reads.
+        transform = ImageTransform(config.image_size, config.augment)
+        loader = train_loader(plan, data, world.rank, state.progress, fields, transform, config.on_error == "skip")
+        validation = val_data and make_validation(val_data, config.batch_size, config.num_workers, world, fields, config.image_size)
+
+        run = Run(world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records, state=state,
+                  stop=stop, num_steps=plan.total_steps, save_every=config.save_every, max_errors=config.max_errors)
+        run.restore(saved)
+        records.finish(fit(run))
+
+
+if __name__ == "__main__":
+    run_script(main)
