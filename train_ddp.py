@@ -53,7 +53,9 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
     with keep_records(world, folder, plan, state, dataclasses.asdict(config)) as records:
         # The model, and around it what makes it run here.
         watch = make_watch(config.trace, records, devices)
-        module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed)
+        module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed, config.image_size)
+        for note in notes:
+            records.report.note(note)
         module.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         model = watch.wrap(Normalized(torch.compile(module) if config.compile else module))
         model = DistributedDataParallel(model, device_ids=world.device_ids, gradient_as_bucket_view=True)

@@ -59,7 +59,7 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, 
     finally:
         batches.close()
         module.train()
-    confusion.table = sum(world.gather(confusion.table), torch.zeros_like(confusion.table))
+    confusion.add_ranks(world)
     return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.counts}
 
 

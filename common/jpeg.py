@@ -41,7 +41,6 @@ class Header(NamedTuple):
 
     height: int
     width: int
-    num_components: int
     orientation: int
     height_at: int  # where the file keeps its height: 2 bytes, big-endian
     is_baseline: bool  # sequential, Huffman, 8 bit, one scan
@@ -90,7 +89,7 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
     check_size(height, width)
     is_baseline = marker == 0xFFC0 and precision == 8 and one_scan
     is_ended = data[-2:] == b"\xff\xd9"
-    return Header(height, width, num_components, orientation, frame + 5, is_baseline, has_restarts, is_ended)
+    return Header(height, width, orientation, frame + 5, is_baseline, has_restarts, is_ended)
 
 
 def decode_all(data: memoryview, header: Header) -> Tensor:

@@ -83,12 +83,14 @@ def test_first_frame_of_a_gif() -> None:
 
 
 def test_bytes_memoryviews_and_tensors_are_the_same_and_left_alone(recwarn: pytest.WarningsRecorder) -> None:
+    torch.set_warn_always(True)  # or only the first buffer of the process that is not writable would be told of
     for data in (encode(photo(), "JPEG"), encode(photo(), "PNG")):
         expected = decode_image(data)
         tensor = torch.frombuffer(bytearray(b"junk" + data), dtype=torch.uint8)[4:]
         for form in (bytearray(data), memoryview(data), memoryview(bytearray(data)), tensor):
             assert torch.equal(decode_image(form), expected)
             assert bytes(memoryview(form.numpy() if isinstance(form, torch.Tensor) else form)) == data
+    torch.set_warn_always(False)
     assert not recwarn.list
 
 
@@ -139,13 +141,23 @@ def test_alpha_of_gray_and_of_palettes() -> None:
     assert partly[:, 0, 0].tolist() == [255, 255, 255] and partly[:, 0, 3].tolist() == [9, 9, 9]
 
 
+@pytest.mark.parametrize("transform", [0, 2])
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_cmyk_jpeg(orientation: int) -> None:
-    flat = Image.new("CMYK", (32, 16), (0, 255, 255, 0))  # no cyan, full magenta and yellow: red
-    data = with_segment(encode(flat, "JPEG", quality=95), 0xE1, exif(orientation))
-    result = decode_image(data)
-    assert result.shape == ((3, 16, 32) if orientation == 1 else (3, 32, 16))
-    assert result.float().mean((1, 2)).tolist() == pytest.approx([255, 0, 0], abs=3)
+def test_cmyk_jpeg(orientation: int, transform: int) -> None:
+    """Inks are stored inverted, as they are or (2) as YCCK."""
+    inks = photo(120, 160).convert("CMYK")
+    data = bytearray(with_segment(encode(inks, "JPEG", quality=95), 0xE1, exif(orientation)))
+    data[data.index(b"Adobe") + 11] = transform
+    picture, result = open_image(data), decode_image(data)
+    assert torch.equal(result, pixels(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))))
+    small = picture.scaled(Box(0, picture.height, 0, picture.width), 40, 2)
+    expected = torch.nn.functional.interpolate(result[None], (40, 40), mode="bilinear", antialias=True)[0]
+    assert (small.float() - expected.float()).abs().mean() < 2
+
+
+def test_red_ink_is_red() -> None:
+    flat = Image.new("CMYK", (32, 16), (0, 255, 255, 0))  # no cyan, full magenta and yellow
+    assert decode_image(encode(flat, "JPEG")).float().mean((1, 2)).tolist() == pytest.approx([255, 0, 0], abs=3)
 
 
 @pytest.mark.parametrize("name", ["PNG", "TIFF"])

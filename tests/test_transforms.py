@@ -355,6 +355,14 @@ def test_wrong_settings_are_refused() -> None:
         ImageTransform(0)
 
 
+def test_a_jpeg_without_a_height_is_an_error_and_no_crash() -> None:
+    data = bytearray(encode(photo(100, 100)))
+    struct.pack_into(">H", data, data.index(b"\xff\xc0") + 5, 0)
+    for augment in ("crop", "center"):
+        with pytest.raises(ValueError, match="unsupported"):
+            apply(ImageTransform(32, augment), bytes(data))
+
+
 def test_a_header_that_lies_about_the_size_is_an_error_and_no_crash() -> None:
     data = bytearray(encode(photo(100, 100)))
     at = data.index(b"\xff\xc0") + 5
