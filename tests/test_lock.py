@@ -183,6 +183,14 @@ def test_a_child_of_a_killed_holder_does_not_keep_it(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_copy_of_the_descriptor_does_not_keep_it(tmp_path):
+    lock = NodeLock(tmp_path / "lock")
+    with lock:
+        copy = os.dup(lock._file)  # as a child has that was forked at a bad moment
+    assert is_free(lock.path)
+    os.close(copy)
+
+
 def test_only_the_holder_may_release(tmp_path):
     lock, errors = NodeLock(tmp_path / "lock"), []
 

@@ -105,6 +105,21 @@ def test_rows_that_a_later_attempt_replaced_count_for_nothing(tmp_path):
     assert "steps" in faults(run)
 
 
+def test_an_attempt_may_go_back_behind_the_one_before_it(tmp_path):
+    """The newest checkpoint was torn, so the third start went on from an older one."""
+    run = make_run(tmp_path)
+    for rank, rows in run.rows.items():
+        second, third = ([{**row, "attempt": attempt} for row in rows] for attempt in (1, 2))
+        run.rows[rank] = rows[:3] + second[2:4] + third[1:]
+    for step in (2, 1):
+        run.status["attempts"].append({"epoch": 0, "step": step, "global_step": step, "position": 8 * step})
+    run.config["plans"] *= 3
+    report = judge(run)
+    assert report.kept, report.text()
+    run.status = {}
+    assert judge(run).kept
+
+
 @pytest.mark.parametrize("state", ["running", "stopped", "failed"])
 def test_an_unfinished_epoch_is_judged_as_far_as_it_came(tmp_path, state):
     report = judge(make_run(tmp_path, starts=[Start(2, 4, 4)], state=state))
@@ -163,6 +178,14 @@ def test_skipped_samples_are_no_gaps(tmp_path):
     assert set(faults(run)) == {"missing", "size", "order"}
 
 
+def test_a_sample_that_was_skipped_and_then_read_counts_once(tmp_path):
+    run = make_run(tmp_path)
+    row = run.rows[1][1]
+    run.errors = [{"shard": row["shard"][2], "key": row["key"][2], "count": row["count"][2], "epoch": 0}]
+    report = judge(run)
+    assert report.kept and (report.epochs[0].skipped, report.epochs[0].once) == (0, 20)
+
+
 def test_skipped_samples_shorten_a_split_batch(tmp_path):
     run = make_run(tmp_path, "split")
     row = run.rows[1][1]
@@ -172,6 +195,9 @@ def test_skipped_samples_shorten_a_split_batch(tmp_path):
     assert list(faults(run)) == ["size"]
     run.errors = [{"shard": shard, "key": "k", "count": count, "epoch": 0}]
     assert judge(run).kept
+    for key in ("worker", "shard", "count", "key", "label", "replica"):
+        row[key] *= 2
+    assert list(faults(run)) == ["size"]
 
 
 @pytest.mark.parametrize("mix", ["none", "pooled"])
@@ -306,7 +332,8 @@ def test_a_row_recorded_twice_is_found(tmp_path):
 def test_rows_out_of_order_are_found(tmp_path):
     run = make_run(tmp_path)
     run.rows[1][0], run.rows[1][1] = run.rows[1][1], run.rows[1][0]
-    assert "steps" in faults(run)
+    assert faults(run)["steps"] == ["epoch 0 step 0 is not recorded by rank 1",
+                                    "epoch 0 step 0 is recorded again, or too late, by rank 1"]
     run = make_run(tmp_path)
     for rows in run.rows.values():
         rows.append(rows.pop(0))
@@ -400,6 +427,13 @@ def test_steps_lost_between_two_attempts_are_found(tmp_path):
     found = faults(run)
     assert found["steps"] == [f"epoch 0 step 1 is not recorded by rank {rank}" for rank in (0, 1)]
     assert len(found["missing"]) == 8
+
+
+def test_the_first_rows_cannot_be_lost_unseen(tmp_path):
+    """What is left of attempt 0 was replaced, yet it shows that the run was traced from the start."""
+    run = make_run(tmp_path, starts=[Start(2, 4, 4, 2), Start(2, 4)])
+    run.rows = {rank: rows[2:] for rank, rows in run.rows.items()}
+    assert len(faults(run)["steps"]) == 4
 
 
 def test_no_more_than_ten_of_a_kind_are_listed(tmp_path):
