@@ -9,9 +9,6 @@ converted, 16 bits are scaled by 1/257, transparent pixels are laid over white.
 
 from __future__ import annotations
 
-import io
-import warnings
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,16 @@ from PIL import Image
 from torch import Tensor
 
 from common import jpeg
-from common.picture import Box, DecodeError, check_size, exif_orientation, is_sideways, stored_box, upright
+from common.picture import (
+    Box,
+    DecodeError,
+    check_size,
+    exif_orientation,
+    is_sideways,
+    open_with_pillow,
+    stored_box,
+    upright,
+)
 
 __all__ = ["BACKGROUND", "DecodeError", "Picture", "decode_image", "open_image"]
 
@@ -110,9 +116,8 @@ class _RasterPicture(Picture):
     def __init__(self, data: memoryview, name: str):
         if name == "PNG":
             _check_png_end(data)
-        _mute_pillow()
         try:
-            image = Image.open(io.BytesIO(data), formats=(name,))
+            image = open_with_pillow(data, name)
             check_size(image.height, image.width)
             self.rgb = torch.from_numpy(_to_rgb(image)).permute(2, 0, 1)
             orientation = _orientation_of(image)
@@ -168,9 +173,3 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 def _orientation_of(image: Image.Image) -> int:
     """The orientation that a decoded PNG or WebP carries. Pillow has turned a TIFF already."""
     return 1 if image.format == "TIFF" else exif_orientation(image.info.get("exif") or b"")
-
-
-@lru_cache(maxsize=1)
-def _mute_pillow() -> None:
-    """What Pillow says about odd metadata and large images would fill the log, and nothing is decided by it here."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -11,7 +11,6 @@ size, which the JPEG format allows at little cost.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -27,7 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.picture import Box, DecodeError, check_size, exif_orientation
+from common.picture import Box, DecodeError, check_size, exif_orientation, open_with_pillow
 
 # What libjpeg says of a scan that holds more rows than the header claims; one line, and only if it said nothing before.
 _ROWS_LEFT = re.compile(rb"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9\n")
@@ -96,7 +95,7 @@ def decode_all(data: memoryview, header: Header) -> Tensor:
     """The whole stored image, uint8 (3, height, width), channels-last. Raises DecodeError."""
     native = _native_decoder()
     if native is None:
-        return _from_pillow(_open(data))
+        return _from_pillow(open_with_pillow(data, "JPEG"))
     try:
         return native(torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8))
     except RuntimeError as error:
@@ -104,7 +103,7 @@ def decode_all(data: memoryview, header: Header) -> Tensor:
     if "truncated" in message:
         raise DecodeError("truncated", f"JPEG of {len(data)} bytes, {header.width} x {header.height} pixels")
     try:  # Pillow's libjpeg is built with more (arithmetic coding)
-        return _from_pillow(_open(data))
+        return _from_pillow(open_with_pillow(data, "JPEG"))
     except Exception:
         cause = "unsupported" if re.search("support|sorry", message, re.IGNORECASE) else "corrupt"
         raise DecodeError(cause, f"JPEG: {message}") from None
@@ -159,16 +158,12 @@ def decode_reduced(data: memoryview, header: Header, factor: int, box: Box, size
     `box` is in pixels of the full image and may be fractional, so that the crop stays where it was.
     """
     try:
-        image = _open(_shortened(data, header, math.ceil(box.bottom) + factor) or data)
+        image = open_with_pillow(_shortened(data, header, math.ceil(box.bottom) + factor) or data, "JPEG")
         image.draft("RGB", (max(image.width // factor, 1), max(image.height // factor, 1)))
         edges = box.left / factor, box.top / factor, box.right / factor, box.bottom / factor
         return _from_pillow(image.resize((size, size), Image.Resampling.BILINEAR, box=edges))
     except Exception as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from None
-
-
-def _open(data: memoryview | bytearray) -> Image.Image:
-    return Image.open(io.BytesIO(data), formats=("JPEG",))
 
 
 def _from_pillow(image: Image.Image) -> Tensor:
@@ -178,14 +173,13 @@ def _from_pillow(image: Image.Image) -> Tensor:
 @lru_cache(maxsize=1)
 def _native_decoder() -> Callable[[Tensor], Tensor] | None:
     """torchvision's decoder, a fifth faster than Pillow's; None where torchvision was built without or dropped it."""
-    import torchvision.io
-
     try:
+        import torchvision  # noqa: F401  # registers the operator
+
         operator: Any = torch.ops.image.decode_jpeg.default
-    except (AttributeError, RuntimeError):
+    except (ImportError, AttributeError, RuntimeError):
         return None
-    rgb = torchvision.io.ImageReadMode.RGB.value
-    return lambda data: operator(data, rgb)
+    return lambda data: operator(data, 3)  # 3: as RGB
 
 
 @contextmanager

@@ -9,10 +9,14 @@ before the pixels are turned, so only what a crop needs is ever moved:
 
 from __future__ import annotations
 
+import io
 import struct
+import warnings
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 MAX_PIXELS = 178_956_970  # 13 377 squared, 512 MiB as RGB; a few bytes can claim more, so headers are checked first
@@ -48,6 +52,18 @@ def check_size(height: int, width: int) -> None:
     """Refuse an image whose header claims more than MAX_PIXELS, before any memory is taken for it."""
     if height * width > MAX_PIXELS:
         raise DecodeError("too large", f"{width} x {height} pixels, at most {MAX_PIXELS} are decoded")
+
+
+def open_with_pillow(data: bytes | bytearray | memoryview, name: str) -> Image.Image:
+    """Read the header of a file of the one format `name`; raises whatever Pillow raises."""
+    _mute_pillow()
+    return Image.open(io.BytesIO(data), formats=(name,))
+
+
+@lru_cache(maxsize=1)
+def _mute_pillow() -> None:
+    """What Pillow says about odd metadata and large images would fill the log, and nothing is decided by it here."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class Box(NamedTuple):

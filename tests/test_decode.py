@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from common import decode, jpeg
+from common import jpeg, picture
 from common.decode import DecodeError, decode_image, open_image
 from common.picture import MAX_PIXELS, Box, exif_orientation
 
@@ -25,6 +25,12 @@ ARITHMETIC = base64.b64decode(
     "/9j/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGBYUGBIUFRT/yQALCAAQABABAREA"
     "/8wABgAQEAX/2gAIAQEAAD8A/wDn4Y1mM4u5JXEKGDK6kBFyX/gp/wBhcnc0YP/Z"
 )
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """pytest puts the warning filters back after each test, so that muting Pillow must start again."""
+    picture._mute_pillow.cache_clear()
 
 
 def photo(height: int = 37, width: int = 53, seed: int = 0) -> Image.Image:
@@ -249,11 +255,12 @@ def test_invalid_xmp_is_no_obstacle() -> None:
 
 
 def test_odd_metadata_fills_no_log() -> None:
-    decode._mute_pillow.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for size in range(10, 30):
             decode_image(encode(photo(), "PNG", exif=exif(6)[:size]))
+            reduced = open_image(with_segment(encode(photo(), "JPEG"), 0xE1, exif(6)[:size]))
+            reduced.scaled(Box(0, reduced.height, 0, reduced.width), 8, 2)
             decode_image(encode(photo(), "TIFF", tiffinfo={0x010E: "x" * size})[:-1] + b"?")
         large = Image.new("1", (9500, 9500))  # Pillow warns from 89 million pixels on
         assert decode_image(encode(large, "PNG")).shape == (3, 9500, 9500)
