@@ -1,7 +1,7 @@
 """Holds a traced run against what its sampling mode promises: coverage per epoch, equal steps, order, batches.
 
 One pass over the ranks' files, merged step by step. Memory is one byte per sample and a row per rank, whatever the
-length of the trace; a million samples take two seconds.
+length of the trace; a million samples take a few seconds.
 
     >>> report = audit(Run.open("runs/ddp"))
     >>> report.kept, report.epochs[0].missing
@@ -84,9 +84,9 @@ class _Auditor:
         return True
 
     def _begin(self, attempt: Attempt) -> None:
-        """What came before the first attempt that was traced at all cannot be judged."""
+        """What came before the first attempt that was traced at all, or before this folder, cannot be judged."""
         begin = attempt.begin
-        if attempt.number == self.first_attempt and attempt.number > 0 and (begin.epoch, begin.position) > (0, 0):
+        if attempt.number == self.first_attempt and (begin.epoch, begin.position) > (0, 0):
             self.epoch = EpochCount(begin.epoch, self.run, begin.position, begin.step)
             self._note(f"nothing is recorded before epoch {begin.epoch} step {begin.step}: judged from there")
 
@@ -98,7 +98,11 @@ class _Auditor:
             return
         while self.epoch.number < place.epoch:
             self._close_epoch(complete=True)
-        if place.step < self.epoch.next_step:
+        begin, end = attempt.begin, attempt.num_steps(place.epoch)
+        if (place.epoch, place.step) < (begin.epoch, begin.step) or place.step >= end:
+            span = f"which began with epoch {begin.epoch} step {begin.step} and has {end} steps in this epoch"
+            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, {span}")
+        elif place.step < self.epoch.next_step:
             again = f"{name} is recorded again, or too late, by rank"
             self.faults.add("steps", *(f"{again} {row.file_rank}" for row in rows))
         else:
@@ -118,10 +122,6 @@ class _Auditor:
         self._lose_step(attempt, place.step, [rank for rank in range(world_size) if rank not in ranks])
         twice = [rank for rank in ranks if ranks[rank] > 1]
         self.faults.add("steps", *(f"{name} is recorded {ranks[rank]} times by rank {rank}" for rank in twice))
-        begin, end = attempt.begin, attempt.num_steps(place.epoch)
-        if (place.epoch, place.step) < (begin.epoch, begin.step) or place.step >= end:
-            span = f"which began with epoch {begin.epoch} step {begin.step} and has {end} steps in this epoch"
-            self.faults.add("steps", f"{name} is no step of attempt {attempt.number}, {span}")
 
     def _lose_step(self, attempt: Attempt, step: int, ranks: Iterable[int]) -> None:
         place = attempt.place(self.epoch.number, step)

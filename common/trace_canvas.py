@@ -37,14 +37,15 @@ class Canvas:
     @classmethod
     def for_run(cls, run: Run) -> Canvas:
         """A canvas as wide as what was recorded; only the ends of the files are read."""
-        files = rank_files(run.folder)
-        places = [run.place_of(row) for rank, path in files.items() if (row := last_row(path, rank))]
-        num_ranks = 1 + max(*files, *(attempt.plan.world_size - 1 for attempt in run.attempts))
-        return cls(run, num_ranks, 1 + max((place.global_step for place in places), default=0))
+        last = [row for rank, path in rank_files(run.folder).items() if (row := last_row(path, rank))]
+        num_steps = 1 + max((run.place_of(row).global_step for row in last), default=0)
+        return cls(run, max(attempt.plan.world_size for attempt in run.attempts), num_steps)
 
     def use(self, found: Found, again: np.ndarray) -> None:
-        """Draw a row. `again` (n,) is true for a sample that the epoch had used before."""
+        """Draw a row of a rank of the world. `again` (n,) is true for a sample that the epoch had used before."""
         rank, column = found.row.file_rank, self._column(found.place)
+        if rank >= len(self.shards):
+            return
         if self._open.get(rank, (column,))[0] != column:
             self._draw(rank)
         samples = np.stack([found.shards, np.array(found.row.worker, dtype=np.int64)])

@@ -70,7 +70,8 @@ class EpochCount:
         if exact:
             missing &= self._expected(exact, complete)
             self._tell_missing(exact, missing, faults)
-        num_missing = int(missing.sum()) if exact or complete else 0
+        whole = complete and self.first_position == 0
+        num_missing = int(missing.sum()) if exact or whole else 0
         once, repeated = int((self.seen == 1).sum()), int((self.seen == 2).sum())
         return EpochReport(
             epoch=self.number, complete=complete, steps=self.steps, reads=self.num_reads, total=len(self.seen),

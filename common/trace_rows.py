@@ -92,8 +92,8 @@ def _parse(line: bytes, file_rank: int, where: str) -> Row:
 
 def _row(values: dict[str, Any], file_rank: int) -> Row:
     numbers, lists = [values[name] for name in _NUMBERS], [values[name] for name in _LISTS]
-    if not all(type(number) is int for number in numbers) or len({len(items) for items in lists}) != 1:
-        raise ValueError("a field of another kind")
+    if not all(type(number) is int and number >= 0 for number in numbers) or len({len(items) for items in lists}) != 1:
+        raise ValueError("a field that no row has")
     return Row(*numbers, *lists, file_rank=file_rank)  # type: ignore[misc]
 
 

@@ -329,6 +329,25 @@ def test_a_row_recorded_twice_is_found(tmp_path):
     assert found["steps"] == ["epoch 0 step 1 is recorded 2 times by rank 0"] and len(found["repeated"]) == 4
 
 
+@pytest.mark.parametrize("field", ["step", "epoch"])
+def test_a_row_far_out_of_the_run_is_found(tmp_path, field, capsys):
+    run = make_run(tmp_path / "run")
+    run.rows[1][1][field] = 10**15
+    assert "steps" in faults(run)
+    run.rows[50_000] = [{**run.rows[0][0], "rank": 50_000}]
+    run.write()
+    assert main([str(run.folder), "--plot", str(tmp_path / "steps.png")]) == 1
+
+
+def test_a_run_that_took_over_the_checkpoint_of_another_is_judged_from_there(tmp_path):
+    run = make_run(tmp_path, starts=[Start(2, 4, 4, 4), Start(2, 4)])
+    run.rows = {rank: [{**row, "attempt": 0} for row in rows if row["attempt"]] for rank, rows in run.rows.items()}
+    run.status["attempts"].pop(0)
+    report = judge(run)
+    assert report.kept and report.notes == ["nothing is recorded before epoch 1 step 1: judged from there"]
+    assert [(epoch.epoch, epoch.once, epoch.not_reached) for epoch in report.epochs] == [(1, 12, 8)]
+
+
 def test_rows_out_of_order_are_found(tmp_path):
     run = make_run(tmp_path)
     run.rows[1][0], run.rows[1][1] = run.rows[1][1], run.rows[1][0]
