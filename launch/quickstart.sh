@@ -28,6 +28,6 @@ print(f"""files of the run: {output}
 next:
   source .venv/bin/activate
   python -m common.trace {output} --plot trace.png         # proof of what was read
-  python train_single.py -s demo/shards/train --val_path demo/shards/val --arch tiny --image_size 64
+  python train_single.py -s demo/shards/train --val_path demo/shards/val --arch tiny --image_size 64 -lr 0.003
   tensorboard --logdir runs""")
 END
