@@ -433,6 +433,13 @@ def test_where_leaving_rows_out_would_hide_something_all_are_decoded(options: di
     assert jpeg.decode_top(longer, jpeg.read_header(longer), 30).shape == (3, 200, 100)
 
 
+def test_the_header_tells_files_with_several_scans() -> None:
+    data = bytearray(encode(photo(), "JPEG"))
+    assert jpeg.read_header(memoryview(data)).is_baseline
+    data[data.index(b"\xff\xda") + 4] = 1  # the first scan holds one of three components
+    assert not jpeg.read_header(memoryview(data)).is_baseline
+
+
 def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(photo(), "JPEG")
     expected = decode_image(data)
