@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import torch
 from common.errors import UserError
 
 PREFIXES = ("module.", "_orig_mod.")
-NEEDED = ("model", "optimizer", "progress", "plan")
+NEEDED = ("model", "optimizer", "scaler", "progress", "epoch_done", "meters", "best_top1", "rng", "config", "plan")
 TEMPORARY = ".saving"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint. Called by rank 0. Raises UserError, with the older file untouched, where that cannot be done."""
+    """Write a checkpoint. Called by rank 0. Raises UserError where that cannot be done; the older file is untouched.
+
+    The run stops then: who goes on without saving finds out after days that there is nothing to go on from.
+    """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
@@ -36,10 +40,20 @@ def save(path: Path, state: dict[str, Any]) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise UserError(f"the checkpoint cannot be written ({reason}); {path}; the one before is kept: "
+        with suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"the checkpoint cannot be written ({_reason(error)}); {path}; the one before is kept: "
                         "make room or mend the permissions, then go on with --resume auto") from None
+
+
+def _reason(error: BaseException) -> str:
+    """The system's words, which torch hides behind its own: its zip writer fails again while it cleans up."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).splitlines()[0][:120]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -53,23 +67,35 @@ def _sync_folder(folder: Path) -> None:
 def clean(folder: Path) -> None:
     """Remove what a killed save left behind. Called by rank 0 before the first save."""
     for leftover in folder.glob("*" + TEMPORARY):
-        leftover.unlink(missing_ok=True)
+        with suppress(OSError):
+            leftover.unlink()
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU. Tensors and plain containers only: anything else in the file is refused, not run."""
+    """Read a checkpoint to the CPU. What is no tensor or plain container in the file is refused, not run."""
     try:
+        if zipfile.is_zipfile(path):  # else of an old format, or not for us: torch tells
+            _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no such checkpoint; {path}; --resume takes none, auto or a file") from None
     except pickle.UnpicklingError:
-        raise UserError(f"the file holds more than tensors and plain containers, and is not loaded; {path}; "
-                        "use a checkpoint of these scripts, or save a state_dict") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise UserError(f"the checkpoint is damaged ({str(error).splitlines()[0][:100]}); {path}; take another one") from None
+        raise UserError("the file is damaged or holds more than tensors and plain containers, and is not loaded; "
+                        f"{path}; use a checkpoint of these scripts, or save a state_dict") from None
+    except Exception as error:  # whatever the readers of zip, pickle and tensors make of bytes that are not theirs
+        reason = (str(error).splitlines() or [""])[0].partition(". This is an internal")[0][:120] or type(error).__name__
+        raise UserError(f"the checkpoint is damaged ({reason}); {path}; take another one") from None
     if not isinstance(state, dict):
         raise UserError(f"not a checkpoint but a {type(state).__name__}; {path}; use a file that these scripts wrote")
     return state
+
+
+def _check_sums(path: Path) -> None:
+    """torch writes checksums and does not look at them. A second per GB."""
+    with zipfile.ZipFile(path) as file:
+        name = file.testzip()
+    if name is not None:
+        raise ValueError(f"the checksum of {name} is wrong")
 
 
 def load_for_resume(path: Path) -> dict[str, Any]:
@@ -95,12 +121,33 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except UserError as error:
             errors.append(str(error))
             continue
-        for message in errors:
-            print(f"warning: {message}", flush=True)
+        if errors:
+            print(f"warning: {errors[0]} (going on from {path.name}, the one before)", flush=True)
+            os.replace(paths[0], paths[0].with_name("last.damaged.pt"))  # it must not become the one before
         return path, state
     if errors:
-        raise UserError(f"{errors[0]} (and none other in {folder} can be loaded; remove them to start anew)")
+        best = f"go on from {folder / 'best.pt'} with --resume FILE, or " if (folder / "best.pt").exists() else ""
+        raise UserError(f"no checkpoint can be loaded: {'; '.join(errors)} ({best}remove them to start anew)")
     return None
+
+
+def check_finite(module: torch.nn.Module) -> None:
+    """Raise UserError for weights that are infinite or no numbers: they would replace the last ones of use."""
+    for name, value in module.named_parameters():
+        if not torch.isfinite(value).all():
+            raise UserError(f"the weights are not finite ({name}); nothing is saved; the last checkpoint is untouched: "
+                            "lower -lr or set --clip_grad, then go on with --resume auto")
+
+
+def on_cpu(value: Any) -> Any:
+    """The same containers with their tensors on the CPU, so that a machine without the device loads them too."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_cpu(item) for item in value)
+    return value
 
 
 def bare_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -112,10 +159,3 @@ def _bare(name: str) -> str:
     for prefix in PREFIXES:
         name = name.replace(prefix, "") if name.startswith(prefix) else name
     return name
-
-
-def differences(saved: dict[str, Any], current: dict[str, Any], names: tuple[str, ...]) -> Iterator[str]:
-    """For each named field that differs: the field and both values."""
-    for name in names:
-        if name in saved and saved[name] != current.get(name):
-            yield f"{name} was {saved[name]!r}, is {current.get(name)!r}"

@@ -7,27 +7,25 @@
 from __future__ import annotations
 
 import os
-import time
+import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.launch_env import Launch
+from common.failure import RankError, SharedError, explain, leave_store_open, own_error
+from common.launch_env import Launch, tasks_without_srun
+from common.rendezvous import meet
+from common.stop import StopSignals
+from common.threads import own_seat, share_cores
 
 T = TypeVar("T")
-
-
-class PeerLost(UserError):
-    """Another rank is gone: the reason is for that rank to tell. `told` says whether somebody did."""
-
-    told = True
+STOP_SECONDS = 5.0  # that a rank asked to stop goes on waiting for the others at the start
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ class World:
     local_rank: int
     device: torch.device
     timeout_seconds: float = 600.0
-    _waits: Iterator[int] = field(default_factory=count, repr=False, compare=False)  # every rank counts the same ones
+    token: str = ""  # names this meeting of the ranks
+    patient: Any = None  # the ranks as a group without a timeout
 
     @property
     def is_main(self) -> bool:
@@ -67,12 +66,12 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: T, group: Any = None) -> T:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values)
+        dist.broadcast_object_list(values, group=group)
         return values[0]
 
     def barrier(self) -> None:
@@ -91,29 +90,26 @@ class World:
                 outcome = function(), None
             except UserError as error:
                 outcome = None, str(error)
-        self._wait_for_main()
-        value, message = self.broadcast(outcome)
+        value, message = self.broadcast(outcome, self.patient)
         if message is not None:
-            raise UserError(message)
+            raise SharedError(message)
         return value
 
     def agree(self, error: UserError | None) -> None:
         """Raise on every rank if any rank brings an error: the first one's words. Every rank calls it."""
         messages = [message for message in self.gather(str(error) if error else None) if message]
         if messages:
-            raise UserError(messages[0])
+            raise SharedError(messages[0])
 
-    def _wait_for_main(self) -> None:
-        """Until rank 0 is here, in short waits on the store, each far below the group's timeout."""
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise in place of an error, so that one rank alone tells it. Nothing new where this rank is alone."""
         if self.size == 1:
-            return
-        store = dist.distributed_c10d._get_default_store()
-        number = next(self._waits)
-        if self.is_main:
-            store.set(f"main/{number}", b"here")
-            return
-        while not store.check([f"main/{number}"]):
-            time.sleep(0.02)
+            return error
+        return explain(error, rank=self.rank, timeout_seconds=self.timeout_seconds, token=self.token)
+
+    def own_error(self, error: Exception) -> Exception:
+        """An error that the other ranks do not have: it names this one."""
+        return own_error(error, self.rank, self.size)
 
 
 @contextmanager
@@ -123,26 +119,40 @@ def single_process(device: torch.device) -> Iterator[World]:
 
 
 @contextmanager
-def process_group(devices: list[torch.device], timeout_seconds: float) -> Iterator[World]:
+def process_group(devices: list[torch.device], timeout_seconds: float,
+                  stop: StopSignals | None = None) -> Iterator[World]:
     """Join the other ranks: gloo for tensors on the CPU, NCCL for those on a GPU. Every rank calls it.
 
     Who this rank is comes from torchrun's variables, or from Slurm's or MPI's; without any it is alone.
+    A `stop` while it waits for ranks that do not come ends it soon.
     """
     launch = Launch.from_env(os.environ)
     world = World(launch.rank, launch.size, launch.local_rank, _own_device(devices, launch), timeout_seconds)
     if not launch.launcher:
-        print("no launcher: a world of one (several ranks: torchrun --nproc_per_node=N)", flush=True)
+        tasks = tasks_without_srun(os.environ)
+        several = f"this Slurm job has {tasks} tasks: srun python" if tasks else "several ranks: torchrun --nproc_per_node=N"
+        print(f"no launcher: a world of one ({several} ...)", flush=True)
+        dist.init_process_group(_backend(world), store=dist.HashStore(), rank=0, world_size=1)  # DDP asks for a group
         yield world
+        dist.destroy_process_group()
         return
     launch.set_env(os.environ)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    _init(world, launch)
+    with stop.impatient(STOP_SECONDS) if stop else nullcontext():
+        _init(world, launch)
     try:
+        world = replace(world, token=world.broadcast(secrets.token_hex(4)),
+                        patient=dist.new_group(backend="gloo", timeout=timedelta(days=30)) if world.size > 1 else None)
+        share_cores(world.gather(own_seat()), world.rank)
         yield world
         world.barrier()  # rank 0 keeps the store: it must not leave first
     except BaseException as error:
-        raise _explain(error, world) from error
+        explained = world.explain(error)
+        leave_store_open(world.rank, world.size, world.token)
+        if explained is error:
+            raise
+        raise explained from error
     dist.destroy_process_group()
 
 
@@ -150,7 +160,8 @@ def choose_devices(device: str, gpu: Sequence[int] | None) -> list[torch.device]
     """The devices that `--device` and `-g` name; without a GPU, the CPU as often as `-g` names an id."""
     num_devices = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     if device == "cuda" and not num_devices:
-        raise UserError("no CUDA device is visible; --device cuda; use --device cpu, or check CUDA_VISIBLE_DEVICES and the driver")
+        raise UserError("no CUDA device is visible; --device cuda; "
+                        "use --device cpu, or check CUDA_VISIBLE_DEVICES and the driver")
     if not num_devices:
         return [torch.device("cpu")] * len(gpu or [0])
     missing = [number for number in gpu or () if number >= num_devices]
@@ -166,52 +177,23 @@ def _own_device(devices: list[torch.device], launch: Launch) -> torch.device:
     if len(devices) == 1 and launch.one_device_each:
         return devices[0]
     if launch.local_rank >= len(devices):
-        raise UserError(f"more ranks than devices: local rank {launch.local_rank}, {len(devices)} visible; --nproc_per_node; "
-                        f"start {len(devices)} a node (Slurm: make --gpus-per-task and --ntasks-per-node agree), or use --device cpu")
+        raise RankError(f"more ranks than devices: local rank {launch.local_rank}, {len(devices)} visible; "
+                        f"--nproc_per_node; start {len(devices)} a node (Slurm: make --gpus-per-task and "
+                        "--ntasks-per-node agree), or use --device cpu", told=launch.local_rank > len(devices))
     return devices[launch.local_rank]
 
 
+def _backend(world: World) -> str:
+    return "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+
+
 def _init(world: World, launch: Launch) -> None:
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=world.timeout_seconds))
+        store = meet(launch, world.timeout_seconds)
+        dist.init_process_group(_backend(world), store=store, rank=world.rank, world_size=world.size,
+                                timeout=timedelta(seconds=world.timeout_seconds))
     except (dist.DistError, RuntimeError, ValueError) as error:
-        place = f"{launch.master_addr}:{launch.master_port}"
-        reason = str(error).splitlines()[0][:160]
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise UserError(f"the port is in use; {place}; give another --master_port, or torchrun --standalone finds a free one") from None
-        raise UserError(f"rank {world.rank} of {world.size} did not meet the others within --timeout {world.timeout_seconds:g} s "
-                        f"({reason}); {place} on {os.uname().nodename}; check that every node started and reaches that address") from None
-
-
-def _explain(error: BaseException, world: World) -> BaseException:
-    """Turn a broken collective into one line, and see that one rank alone says what went wrong."""
-    lost = not isinstance(error, UserError) and _is_lost_peer(error)
-    if not lost and not isinstance(error, Exception):
-        return error
-    first = _tell_first(f"rank {world.rank} ({os.uname().nodename}): {error}")
-    if not lost:
-        if isinstance(error, UserError) and not first:
-            return PeerLost(str(error))
-        return error
-    reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-    timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    hint = f"no answer within --timeout {world.timeout_seconds:g} s" if timed_out else "the connection is closed"
-    found = PeerLost(f"rank {world.rank} lost another rank in a collective, {hint} ({reason}); on {os.uname().nodename}; "
-                     "look for the first error above, or at the launcher's report (a killed process leaves no words)")
-    found.told = not first
-    return found
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    words = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out waiting", "socket", "store")
-    return isinstance(error, (dist.DistError, RuntimeError)) and any(word in str(error).lower() for word in words)
-
-
-def _tell_first(message: str) -> bool:
-    """Whether this rank is the first that reports an error, by the group's store; without a store it is."""
-    with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=3))
-        return store.add("errors", 1) == 1
-    return False  # the store left with rank 0: that one has told
+        reason = str(error).strip().splitlines()[0][:160]
+        raise UserError(f"rank {world.rank} of {world.size} met the others and cannot connect to them within --timeout "
+                        f"{world.timeout_seconds:g} s ({reason}); {os.uname().nodename}; "
+                        "check firewalls between the nodes, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None

@@ -7,18 +7,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.config import UsageError
-from common.distributed import PeerLost, World
 from common.errors import UserError
-from common.loader import die_with_parent
-from common.run_folder import RunFolder
+from common.failure import RankError, SharedError
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -26,21 +23,27 @@ def run_script(main: Callable[[], None]) -> None:
 
     torchrun's report gets the message too, as it would from `@record`, without a traceback.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)  # a killed launcher is a stop: save and leave
     handler = get_error_handler()
     handler.initialize()
     try:
         main()
     except UserError as error:
         handler.record_exception(error)
-        told = error.told if isinstance(error, PeerLost) else isinstance(error, UsageError) and os.environ.get("RANK", "0") != "0"
-        if not told:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not _is_told(error):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _leave(2 if isinstance(error, UsageError) else 1)
     except Exception as error:
         handler.record_exception(error)
-        raise
+        traceback.print_exc()
+        _leave(1)
+
+
+def _is_told(error: UserError) -> bool:
+    """Whether another rank prints this error. What fails before the ranks have met fails on a whole node at least."""
+    if isinstance(error, RankError):
+        return error.told
+    everywhere = isinstance(error, SharedError | UsageError)
+    return os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") != "0"
 
 
 def _leave(code: int) -> None:
@@ -48,14 +51,3 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-@contextmanager
-def recorded(folder: RunFolder, world: World) -> Iterator[None]:
-    """Leave in status.json why a run failed. Rank 0 writes it; the others' reasons reach it as a lost peer."""
-    try:
-        yield
-    except Exception as error:
-        if world.is_main:
-            folder.finish("failed", str(error) or type(error).__name__)
-        raise

@@ -55,10 +55,11 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, 
             if batch is not None:
                 rows.append(_sums(module, batch, recipe, world.device, confusion))
             if stop():
+                batches.close()
                 return None
     finally:
-        batches.close()
         module.train()
+    batches.close()
     confusion.add_ranks(world)
     return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.counts}
 

@@ -8,12 +8,14 @@ epoch's end but a full queue.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,7 +23,9 @@ from torch.utils.data import DataLoader
 from common.collate import Batch, Made, assemble, shared_ring
 from common.dataset import BatchDataset
 from common.errors import UserError
+from common.processes import die_with_parent
 from common.sampling import Step
+from common.stop import SIGNALS
 
 PREFETCH = 2  # pieces that each worker has ready ahead of time
 
@@ -66,20 +70,75 @@ class Loader:
             return
         loader = DataLoader(
             self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=PREFETCH,
-            worker_init_fn=start_worker, multiprocessing_context=self.start_method,
+            worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
             generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
             in_order=self.dataset.mixing.kind != "queue",
         )
-        batches = iter(loader)
+        with _deaf():  # as the workers are from their birth
+            made = iter(loader)
+        deaths = _Deaths.listen()
         try:
-            yield from batches
+            while (piece := deaths.awaited(made)) is not None:
+                yield piece
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
             raise UserError(f"a loader worker died ({str(error).splitlines()[0]}); on {os.uname().nodename}; "
                             "if memory ran out, lower -w or --shuffle") from None
         finally:
-            del batches
+            deaths.close()
+            workers = getattr(made, "_workers", [])
+            del made
+            for worker in workers:  # one stuck in a read outlives the loader's own attempts to end it
+                if worker.is_alive():
+                    worker.kill()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Hold stop signals back from this thread and from the processes that it starts; other threads still take them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Deaths:
+    """A handler of SIGCHLD that lets torch's raise only while a piece is waited for, not within a step or a save.
+
+    A wait that begins after a worker's death finds out by itself, in five seconds.
+    """
+
+    def __init__(self, before: Any):
+        self.before, self.waiting = before, False
+        self.torchs = before.torchs if isinstance(before, _Deaths) else before
+
+    @classmethod
+    def listen(cls) -> _Deaths:
+        """Called after the workers have started: torch's handler is there by then."""
+        deaths = cls(signal.getsignal(signal.SIGCHLD))
+        deaths._install(deaths)
+        return deaths
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.waiting and callable(self.torchs):
+            self.torchs(number, frame)
+
+    def awaited(self, made: Iterator[Made]) -> Made | None:
+        """The next piece; None at the end."""
+        self.waiting = True
+        try:
+            return next(made, None)
+        finally:
+            self.waiting = False
+
+    def close(self) -> None:
+        self._install(self.before)
+
+    def _install(self, handler: Any) -> None:
+        with suppress(ValueError, TypeError):  # not the main thread, or a handler not from Python
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _checked(piece: Made) -> Made:
@@ -88,20 +147,12 @@ def _checked(piece: Made) -> Made:
     return piece
 
 
-def start_worker(worker: int) -> None:
+def start_worker(worker: int, parent: int) -> None:
     """Called in each worker as it starts: it leaves signals to its rank, and dies with it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.set_wakeup_fd(-1)  # the rank's
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
-
-
-def die_with_parent(signal_number: int) -> None:
-    """Ask the kernel for a signal when the parent is gone, however it went. Linux only; nothing elsewhere."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    try:
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)
-    except (AttributeError, OSError):
-        return
+    die_with_parent(signal.SIGKILL, parent)
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

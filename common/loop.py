@@ -17,9 +17,11 @@ from common.collate import Batch
 from common.distributed import World
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
+from common.failure import SharedError
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
 from common.records import Records
+from common.resume import take_over
 from common.sampling import Progress
 from common.state import State
 from common.step import Outcome, Stepper
@@ -46,44 +48,51 @@ class Run:
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Take model, optimiser and scaler from a checkpoint. Raises UserError where they do not fit."""
-        if saved is None:
-            return
-        try:
-            self.module.load_state_dict(saved["model"])
-            self.stepper.optimizer.load_state_dict(saved["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"the checkpoint is of another model or optimiser ({reason}); --resume; "
-                            "give the old --arch and --optimizer, or start another run with --weights FILE") from None
-        self.stepper.scaler.load_state_dict(saved["scaler"])
-        torch.set_rng_state(saved["rng"])
+        if saved is not None:
+            config, stepper = self.records.description["config"], self.stepper
+            for note in take_over(saved, config, self.module, stepper.optimizer, stepper.scaler):
+                self.records.report.note(note)
 
 
 def fit(run: Run) -> str:
     """Train to the end, or until a stop: returns "complete" or "stopped". Every rank calls it."""
     run.module.train()
     run.stepper.warm_up(run.loader.dataset.transform.size)
-    if run.state.epoch_done and end_epoch(run, stop=False):
-        return "stopped"
-    batches = on_device(iter(run.loader), run.world.device)
     try:
-        while run.state.progress.global_step < run.num_steps:
-            batch, wait_seconds = _timed(batches)
-            if batch is None:
-                break
-            stop = train_step(run, batch, wait_seconds)
-            if batch.step.last:
-                stop = end_epoch(run, stop)
-            elif run.state.progress.global_step == run.num_steps:
-                stop = validate(run) is None
-                save(run, "last.pt")
-            elif stop or run.save_every and run.state.progress.global_step % run.save_every == 0:
-                save(run, "last.pt")
-            if stop:
-                return "stopped"
-    finally:
-        batches.close()
-    return "complete"
+        return "stopped" if _train(run) else "complete"
+    except (UserError, torch.OutOfMemoryError) as error:
+        raise run.world.own_error(_explained(error)) from None
+
+
+def _train(run: Run) -> bool:
+    """The rest of the run. Returns whether it was stopped, as all ranks agree."""
+    state = run.state
+    if state.epoch_done and end_epoch(run, stop=False):
+        return True
+    if state.progress.step and state.progress.global_step >= run.num_steps:  # ended by --max_steps, maybe not validated
+        return validate(run) is None
+    batches, stop = on_device(iter(run.loader), run.world.device), False
+    while not stop and state.progress.global_step < run.num_steps:
+        batch, wait_seconds = _timed(batches)
+        if batch is None:
+            break
+        stop = train_step(run, batch, wait_seconds)
+        if batch.step.last:
+            stop = end_epoch(run, stop)
+        elif state.progress.global_step == run.num_steps:
+            save(run, "last.pt")
+            stop = stop or validate(run) is None
+        elif stop or run.save_every and state.progress.global_step % run.save_every == 0:
+            save(run, "last.pt")
+    batches.close()  # after an error the workers die with this process, which waits for nothing
+    return stop
+
+
+def _explained(error: Exception) -> Exception:
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    reason = str(error).splitlines()[0][:160]
+    return UserError(f"the device is out of memory ({reason}); --batch_size; lower -b, raise --accum or use --amp bf16")
 
 
 def end_epoch(run: Run, stop: bool) -> bool:
@@ -100,9 +109,9 @@ def end_epoch(run: Run, stop: bool) -> bool:
         state.best_top1 = max(result.get("top1", -1.0), state.best_top1)
         state.progress = Progress(state.progress.epoch + 1, 0, state.progress.global_step, 0)
         state.epoch_done, state.loss, state.top1 = False, AverageMeter(), AverageMeter()
-    save(run, "last.pt")
     if best:
-        save(run, "best.pt")
+        save(run, "best.pt")  # first: a run killed in between comes here again, since last.pt does not know of it yet
+    save(run, "last.pt")
     return result is None
 
 
@@ -120,9 +129,10 @@ def validate(run: Run) -> dict[str, Any] | None:
 def save(run: Run, name: str) -> None:
     """Write a checkpoint of the whole run. Every rank calls it; rank 0 writes; all raise if it cannot."""
     def write() -> None:
+        checkpoint.check_finite(run.module)
         checkpoint.save(run.records.folder.path / name, {
             "model": checkpoint.bare_state(run.module),
-            "optimizer": run.stepper.optimizer.state_dict(),
+            "optimizer": checkpoint.on_cpu(run.stepper.optimizer.state_dict()),
             "scaler": run.stepper.scaler.state_dict(),
             "schedule": {field: value for field, value in asdict(run.stepper.recipe).items() if field != "amp"},
             "rng": torch.get_rng_state(),
@@ -170,10 +180,12 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
     stop, num_infinite, num_bad, loss, correct, num_samples = run.world.sum(
         [asked_to_stop(run), not finite, bad, loss, outcome.correct, outcome.num_samples])
     if num_infinite:
-        keys = [f"{shard}/{key}" for rank in run.world.gather(list(zip(batch.shard, batch.key, strict=True)) if not finite else []) for shard, key in rank]
-        raise UserError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {', '.join(keys)}; "
-                        "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
+        mine = [] if finite else [f"{shard}/{key}" for shard, key in zip(batch.shard, batch.key, strict=True)]
+        keys = ", ".join(key for keys in run.world.gather(mine) for key in keys)
+        raise SharedError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {keys}; "
+                          "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
     run.num_errors += int(num_bad)
     if run.num_errors > run.max_errors:
-        raise UserError(f"{run.num_errors} samples could not be used; {run.records.errors.path}; mend the shards, or raise --max_errors")
+        raise SharedError(f"{run.num_errors} samples could not be used; {run.records.errors.path}; "
+                          "mend the shards, or raise --max_errors")
     return stop > 0, loss, correct, int(num_samples)

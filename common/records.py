@@ -44,7 +44,7 @@ class Records:
 def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, config: Mapping[str, Any]) -> Iterator[Records]:
     """Count this start, write config.json, print the plan; and if the run fails, leave the reason in status.json.
 
-    Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer.
+    Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer, with that rank's words.
     """
     description = {"script": folder.script, "config": dict(config), "plan": plan.as_dict()}
 
@@ -64,9 +64,12 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, conf
             report.config(config)
             yield Records(folder, world, attempt, report, lock, ErrorLog(folder.path, world.rank, attempt), description)
     except Exception as error:
+        explained = world.explain(error)
         if world.is_main:
-            folder.finish("failed", str(error) or type(error).__name__)
-        raise
+            folder.finish("failed", str(explained) or type(explained).__name__)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def _introduce(report: Report, world: World, folder: RunFolder, plan: Plan, state: State) -> None:

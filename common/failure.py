@@ -1,0 +1,96 @@
+"""Who tells what went wrong, where several ranks fail together: one rank says it in one line, and all leave.
+
+    except Exception as error:
+        raise explain(error, rank=1, timeout_seconds=600, token=token) from error
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+
+HEAR_SECONDS = 3.0  # that a store is waited for, or kept, when a run is over anyway
+
+
+class SharedError(UserError):
+    """Raised on every rank alike: rank 0 tells it."""
+
+
+class RankError(UserError):
+    """What ends this rank. `told`: another one tells it."""
+
+    def __init__(self, message: str, told: bool = False):
+        super().__init__(message)
+        self.told = told
+
+
+def explain(error: BaseException, *, rank: int, timeout_seconds: float, token: str) -> BaseException:
+    """The error to raise in its place: of all ranks, one is to tell it. A bug stays what it is, with its traceback.
+
+    `token` names this meeting of the ranks in their store, which may outlive it. May be called again on its result.
+    """
+    if isinstance(error, RankError | SharedError) or not isinstance(error, Exception):
+        return error
+    host = os.uname().nodename
+    if isinstance(error, UserError):
+        first, _ = _tell(str(error), token, rank)
+        return RankError(str(error), told=not first)
+    if not _is_lost_peer(error):
+        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", token, rank)
+        return error
+    reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+    timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
+    hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
+    message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
+               "look at the launcher's report (a killed process leaves no words)")
+    first, told = _tell(message, token, rank)
+    return RankError(told or message, told=not first)
+
+
+def own_error(error: Exception, rank: int, size: int) -> Exception:
+    """An error that only this rank can have, with the rank's name where there are several."""
+    if size == 1 or isinstance(error, RankError | SharedError):
+        return error
+    return UserError(f"rank {rank} ({os.uname().nodename}): {error}")
+
+
+def leave_store_open(rank: int, size: int, token: str) -> None:
+    """Where rank 0 keeps the store and fails: close the connections, so that the others notice, and let them read."""
+    if rank or size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        threading.Thread(target=dist.destroy_process_group, daemon=True).start()  # it may wait for what never comes
+        deadline = time.monotonic() + HEAR_SECONDS
+        while store.add(f"failed/{token}", 0) < size and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    if not isinstance(error, dist.DistError | RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    words = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out waiting", "tcpstore")
+    return any(word in str(error).lower() for word in words)
+
+
+def _tell(message: str, token: str, rank: int) -> tuple[bool, str]:
+    """Whether this rank is the first that fails, by the ranks' store; and else what the first one says."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=HEAR_SECONDS))
+        if store.add(f"failed/{token}", 1) == 1:
+            store.set(f"why/{token}", message)
+            return True, ""
+    except Exception:  # whatever it is: the store is gone, with rank 0 or with a launcher, killed without a word
+        return rank == 1, ""
+    with suppress(Exception):
+        return False, store.get(f"why/{token}").decode()
+    return False, ""

@@ -1,0 +1,237 @@
+"""Checkpoints: whole or the one before, nothing executed, and words for whatever a file turns out to be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import checkpoint
+from common.errors import UserError
+from common.plan import Plan
+from common.resume import take_over
+from common.shards import ShardIndex
+from common.state import State
+from tests.helpers import ROOT, write_shards
+
+STATE = {name: {} for name in checkpoint.NEEDED}
+
+
+def state(value: float) -> dict:
+    return {**STATE, "model": {"weight": torch.full((3000,), value)}}
+
+
+def value_of(path: Path) -> float:
+    return float(checkpoint.load(path)["model"]["weight"][0])
+
+
+def test_the_one_before_is_kept_and_a_plain_load_reads_it(tmp_path: Path) -> None:
+    for value in (1, 2, 3):
+        checkpoint.save(tmp_path / "last.pt", state(value))
+    checkpoint.save(tmp_path / "best.pt", state(9))
+    checkpoint.save(tmp_path / "best.pt", state(10))
+    assert value_of(tmp_path / "last.pt") == 3
+    assert value_of(tmp_path / "last.prev.pt") == 2
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.prev.pt", "last.pt"]
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["model"]["weight"].tolist() == [10.0] * 3000
+
+
+def test_what_a_killed_save_leaves_is_removed_and_not_read(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "last.pt", state(1))
+    (tmp_path / "last.pt.saving").write_bytes(b"half")
+    checkpoint.clean(tmp_path)
+    assert os.listdir(tmp_path) == ["last.pt"]
+    os.replace(tmp_path / "last.pt", tmp_path / "last.prev.pt")  # killed between the two renames
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found[0].name == "last.prev.pt"
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "end", "bit"])
+def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture) -> None:
+    for value in (1, 2):
+        checkpoint.save(tmp_path / "last.pt", state(value))
+    whole = (tmp_path / "last.pt").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    (tmp_path / "last.pt").write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "end": whole[:-9], "bit": bytes(flipped)}[damage])
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found[0].name == "last.prev.pt" and found[1]["model"]["weight"][0] == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("warning: the checkpoint is damaged") and str(tmp_path / "last.pt") in printed and printed.count("\n") == 1
+    checkpoint.save(tmp_path / "last.pt", state(3))  # the damaged one does not push out the good one
+    assert value_of(tmp_path / "last.prev.pt") == 1 and value_of(tmp_path / "last.pt") == 3
+
+
+def test_two_damaged_ones_are_an_error_and_none_is_a_start(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    for value in (1, 2):
+        checkpoint.save(tmp_path / "last.pt", state(value))
+    for name in ("last.pt", "last.prev.pt"):
+        (tmp_path / name).write_bytes(b"PK\3\4 torn")
+    with pytest.raises(UserError, match="last.pt.*last.prev.pt.*remove them to start anew"):
+        checkpoint.newest(tmp_path)
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, (str(self.canary),))
+
+
+@pytest.mark.parametrize("format", ["zip", "old", "pickle"])
+def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, format: str) -> None:
+    path, canary = tmp_path / "last.pt", tmp_path / "canary"
+    bomb = {**state(1), "extra": Bomb(canary)}
+    if format == "pickle":
+        path.write_bytes(pickle.dumps(bomb))
+    else:
+        torch.save(bomb, path, _use_new_zipfile_serialization=format == "zip")
+    with pytest.raises(UserError, match="more than tensors and plain containers, and is not loaded"):
+        checkpoint.load(path)
+    with pytest.raises(UserError, match="no checkpoint can be loaded"):
+        checkpoint.newest(tmp_path)
+    assert not canary.exists()
+
+
+def test_files_that_are_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"model": {}, "optimizer": {}}, path)
+    with pytest.raises(UserError, match="it has no scaler, progress, .*plan; .*model.pt; start from weights alone with --weights FILE"):
+        checkpoint.load_for_resume(path)
+    torch.save(torch.zeros(3), path)
+    with pytest.raises(UserError, match="not a checkpoint but a Tensor"):
+        checkpoint.load(path)
+    with pytest.raises(UserError, match="no such checkpoint"):
+        checkpoint.load(tmp_path / "nothing.pt")
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_one(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import resource, sys, torch
+        from pathlib import Path
+        from common import checkpoint
+        from common.errors import UserError
+        path = Path(sys.argv[1])
+        checkpoint.save(path, {"model": torch.zeros(10)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            checkpoint.save(path, {"model": torch.zeros(1_000_000)})
+        except UserError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "last.pt")], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("the checkpoint cannot be written (File too large)"), done.stderr
+    assert done.stdout.count("\n") == 1 and "the one before is kept" in done.stdout
+    assert os.listdir(tmp_path) == ["last.pt"]
+    assert len(checkpoint.load(tmp_path / "last.pt")["model"]) == 10
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
+
+
+def test_no_permission_is_told_with_the_systems_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "last.pt", state(1))
+
+    def refuse(*names: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    with pytest.raises(UserError, match="cannot be written .Permission denied.; .*last.pt; the one before is kept"):
+        checkpoint.save(tmp_path / "last.pt", state(2))
+    assert os.listdir(tmp_path) == ["last.pt"] and value_of(tmp_path / "last.pt") == 1
+
+
+def test_weights_that_are_no_numbers_are_not_saved() -> None:
+    module = torch.nn.Linear(2, 2)
+    checkpoint.check_finite(module)
+    with torch.no_grad():
+        module.bias[1] = float("inf")
+    with pytest.raises(UserError, match="not finite .bias.; nothing is saved"):
+        checkpoint.check_finite(module)
+
+
+def test_no_prefix_of_any_wrapper_is_saved() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert list(checkpoint.bare_state(torch.nn.DataParallel(module))) == ["0.weight", "0.bias"]
+
+
+def make_plan(tmp_path: Path, **changes: object) -> Plan:
+    index = ShardIndex.open([str(tmp_path / "shards")])
+    values: dict = {"sampling": "exact", "mix": "none", "seed": 1, "shuffle": 5, "epoch_samples": None, "batch_size": 2,
+                    "world_size": 2, "num_workers": 2, "num_epochs": 3, "max_steps": None}
+    return Plan.make(index, **{**values, **changes})
+
+
+def test_a_plan_that_must_not_differ_names_field_and_both_values(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", (10, 10, 10))
+    for changes, name, was, now in (({"seed": 2}, "seed", 1, 2), ({"shuffle": 0}, "shuffle", 5, 0),
+                                    ({"sampling": "split"}, "sampling", "exact", "split")):
+        saved = make_plan(tmp_path).as_dict()
+        with pytest.raises(UserError, match=f"had {name} {was}, this one has {now}; --resume"):
+            make_plan(tmp_path, **changes).check_resumed(saved)
+    for changes in ({"world_size": 3}, {"num_workers": 0}, {"batch_size": 1}, {"num_epochs": 9}, {"max_steps": 5}):
+        make_plan(tmp_path, **changes).check_resumed(make_plan(tmp_path).as_dict())
+    for sampling in ("split", "resampled"):
+        saved = make_plan(tmp_path, sampling=sampling).as_dict()
+        make_plan(tmp_path, sampling=sampling, num_epochs=9).check_resumed(saved)
+        for name, was, now in (("world_size", 2, 3), ("num_workers", 2, 1), ("batch_size", 2, 3), ("epoch_samples", 30, 20), ("mix", "none", "queue")):
+            with pytest.raises(UserError, match=f"had {name} {was}, this one has {now}; --resume"):
+                make_plan(tmp_path, sampling=sampling, **{name: now}).check_resumed(saved)
+    saved = make_plan(tmp_path).as_dict()
+    write_shards(tmp_path / "shards", (10, 10, 11))
+    with pytest.raises(UserError, match="had num_samples 30, this one has 31"):
+        make_plan(tmp_path).check_resumed(saved)
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", (10, 10, 10))
+    plan, state = make_plan(tmp_path), State()
+    state.loss.update(0.1, 3)
+    state.top1.update(30.0, 7)
+    state.best_top1, state.epoch_done = 12.5, True
+    torch.save({**state.as_dict(), "plan": plan.as_dict()}, tmp_path / "state.pt")
+    again = State.from_checkpoint(checkpoint.load(tmp_path / "state.pt"), plan)
+    assert again.as_dict() == state.as_dict() and again.loss.mean == state.loss.mean and again.top1.mean == 30.0
+
+
+CONFIG = {"arch": "tiny", "optimizer": "adam", "lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.99), "n_epochs": 2}
+
+
+def taken_over(**changes: object) -> tuple[list[str], torch.optim.Optimizer]:
+    """Save a step of Adam with CONFIG, go on with `changes` to it."""
+    module, scaler = torch.nn.Linear(2, 2), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.9, 0.99))
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}, "rng": torch.get_rng_state(), "config": CONFIG}
+    other = torch.nn.Linear(2, 2)
+    new = torch.optim.Adam(other.parameters(), lr=0.1, betas=(0.5, 0.5), weight_decay=0.5)
+    notes = list(take_over(saved, {**CONFIG, **changes}, other, new, torch.amp.GradScaler("cpu", enabled="amp" in changes)))
+    assert torch.equal(other.weight, module.weight)
+    assert torch.equal(new.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    return notes, new
+
+
+def test_flags_of_the_new_start_hold_and_are_said() -> None:
+    notes, optimizer = taken_over(lr=0.01, betas=(0.5, 0.5))
+    assert notes == ["resumed with other flags: lr was 0.1, is 0.01; betas was 0.9 0.99, is 0.5 0.5"]
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5) and optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert taken_over()[0] == []
+    assert taken_over(amp="fp16")[0] == []  # a scaler begins anew where there was none
+
+
+@pytest.mark.parametrize("name, value", [("arch", "resnet18"), ("optimizer", "adamw")])
+def test_another_model_or_optimiser_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"had {name} {CONFIG[name]}, this one has {value}; --{name}"):
+        taken_over(**{name: value})
