@@ -20,6 +20,7 @@ from common.entry import run_script
 from common.fields import Fields
 from common.loop import Run, State, fit
 from common.model import Normalized, build_model
+from common.nodes import check_same_settings
 from common.optim import amp_dtype, build_optimizer, grad_scaler
 from common.plan import Plan
 from common.records import keep_records
@@ -31,12 +32,14 @@ from common.watch import make_watch
 def main() -> None:
     """Parse the command line, find the devices, train."""
     config = TrainConfig.from_command_line(__doc__, sampling="resampled")
-    with process_group(choose_devices(config.device, config.gpu), config.timeout) as world:
+    with process_group(choose_devices(config.device, config.gpu), config.timeout, stop) as world:
         train(config, world, [world.device])
 
 
 def train(config: TrainConfig, world: World, devices: list[torch.device]) -> None:
     """Put a run together from the config, and let it run. Every rank does the same."""
+    check_same_settings(world, dataclasses.asdict(config))
+
     # The data; the folder of the run, and the checkpoint that it goes on from, if any.
     fields = Fields(config.image_field, config.label_field)
     data = open_shards(world, config.shard_path, fields)
@@ -56,26 +59,34 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed, config.image_size)
         for note in notes:
             records.report.note(note)
-        module.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
-        model = watch.wrap(Normalized(torch.compile(module) if config.compile else module))
+        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        module.to(world.device).to(memory_format=memory_format)
+        if config.compile:
+            module.compile()
+        model = watch.wrap(Normalized(module, memory_format))
         model = DistributedDataParallel(model, device_ids=world.device_ids, gradient_as_bucket_view=True)
 
         # How a step is done.
-        optimizer = build_optimizer(module, config.optimizer, config.lr, config.betas, config.momentum, config.weight_decay)
+        optimizer = build_optimizer(
+            module, config.optimizer, config.lr, config.betas, config.momentum, config.weight_decay)
         scaler = grad_scaler(world.device, amp_dtype(config.amp))
         recipe = Recipe(
             lr=config.lr, schedule=config.schedule, warmup_steps=round(config.warmup_epochs * plan.steps_per_epoch),
-            total_steps=plan.num_epochs * plan.steps_per_epoch, label_smoothing=config.label_smoothing, accum=config.accum,
-            clip_grad=config.clip_grad, amp=amp_dtype(config.amp), seed=plan.seed, num_replicas=len(devices))
+            total_steps=plan.num_epochs * plan.steps_per_epoch, label_smoothing=config.label_smoothing,
+            accum=config.accum, clip_grad=config.clip_grad, amp=amp_dtype(config.amp), memory_format=memory_format,
+            seed=plan.seed, num_replicas=len(devices))
         stepper = Stepper(model, optimizer, scaler, recipe, world, watch)
 
         # What it reads.
         transform = ImageTransform(config.image_size, config.augment)
         loader = train_loader(plan, data, world.rank, state.progress, fields, transform, config.on_error == "skip")
-        validation = val_data and make_validation(val_data, config.batch_size, config.num_workers, world, fields, config.image_size)
+        validation = make_validation(
+            val_data, config.batch_size, config.num_workers, world, fields, config.image_size) if val_data else None
 
-        run = Run(world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records, state=state,
-                  stop=stop, num_steps=plan.total_steps, save_every=config.save_every, max_errors=config.max_errors)
+        run = Run(
+            world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records,
+            state=state, stop=stop, num_steps=plan.total_steps, save_every=config.save_every,
+            max_errors=config.max_errors)
         run.restore(saved)
         records.finish(fit(run))
 

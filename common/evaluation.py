@@ -26,7 +26,7 @@ from common.step import Recipe
 
 @dataclass(frozen=True)
 class Validation:
-    """The validation set of a run. `batches` starts a loader of this rank's batches; `num_batches` counts all ranks'."""
+    """The validation set of a run. `batches` starts a loader of this rank's; `num_batches` counts those of all ranks."""
 
     batches: Callable[[], Iterator[Batch]]
     num_batches: int
@@ -40,7 +40,8 @@ def share_buffers(module: nn.Module, world: World) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: Callable[[], bool]) -> dict[str, Any] | None:
+def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
+             stop: Callable[[], bool]) -> dict[str, Any] | None:
     """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
 
     `stop` is asked on every rank after each round of one batch per rank, and must answer the same on all.
@@ -65,8 +66,9 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, 
 
 
 @torch.inference_mode()
-def _sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device, confusion: ConfusionMatrix) -> BatchSums:
+def _sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device,
+          confusion: ConfusionMatrix) -> BatchSums:
     with autocast(device, recipe.amp):
-        logits = module(normalize(batch.image)).float()
+        logits = module(normalize(batch.image, memory_format=recipe.memory_format)).float()
     confusion.update(logits, batch.label)
     return batch_sums(batch.step.step, logits, batch.label, F.cross_entropy(logits, batch.label, reduction="none"))

@@ -119,10 +119,12 @@ def validate(run: Run) -> dict[str, Any] | None:
     """The result of a validation, also reported; {} where there is nothing to validate on, None after a stop."""
     if run.validation is None:
         return {}
-    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, lambda: run.world.sum([asked_to_stop(run)])[0] > 0)
+    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world,
+                      lambda: run.world.sum([asked_to_stop(run)])[0] > 0)
     if result is not None:
-        run.records.report.validation(run.state.progress.epoch, run.state.progress.global_step, result)
-        run.records.report.confusion(result["confusion"].numpy(), run.records.description["plan"]["classes"], run.state.progress.global_step)
+        records, progress = run.records, run.state.progress
+        records.report.validation(progress.epoch, progress.global_step, result)
+        records.report.confusion(result["confusion"].numpy(), records.description["plan"]["classes"], progress.global_step)
     return result
 
 
@@ -134,7 +136,7 @@ def save(run: Run, name: str) -> None:
             "model": checkpoint.bare_state(run.module),
             "optimizer": checkpoint.on_cpu(run.stepper.optimizer.state_dict()),
             "scaler": run.stepper.scaler.state_dict(),
-            "schedule": {field: value for field, value in asdict(run.stepper.recipe).items() if field != "amp"},
+            "schedule": {field: value for field, value in asdict(run.stepper.recipe).items() if field not in ("amp", "memory_format")},
             "rng": torch.get_rng_state(),
             **run.state.as_dict(),
             **run.records.description,
@@ -143,7 +145,7 @@ def save(run: Run, name: str) -> None:
 
 
 def asked_to_stop(run: Run) -> bool:
-    """Whether this rank knows of a signal, or rank 0 of a file `stop` in the run's folder (looked for once a second)."""
+    """Whether this rank knows of a signal, or rank 0 of a file `stop` in the run's folder, looked for each second."""
     now = time.monotonic()
     if run.world.is_main and now - run.stop_file_seconds >= 1.0:
         run.stop_file_seconds = now

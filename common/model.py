@@ -119,9 +119,9 @@ def _scale_and_shift(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 class Normalized(nn.Module):
     """A model that takes the loader's uint8 images. DP and DDP go around it: a replica gets a quarter of the bytes."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, memory_format: torch.memory_format = torch.preserve_format):
         super().__init__()
-        self.module = module
+        self.module, self.memory_format = module, memory_format
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.module(normalize(image))
+        return self.module(normalize(image, memory_format=self.memory_format))

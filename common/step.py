@@ -35,6 +35,7 @@ class Recipe:
     accum: int = 1
     clip_grad: float = 0.0
     amp: torch.dtype | None = None
+    memory_format: torch.memory_format = torch.contiguous_format  # of model and images; DDP wants gradients laid out alike
     seed: int = 0
     num_replicas: int = 1
 
