@@ -130,7 +130,7 @@ def process_group(devices: list[torch.device], timeout_seconds: float,
     world = World(launch.rank, launch.size, launch.local_rank, _own_device(devices, launch), timeout_seconds)
     if not launch.launcher:
         tasks = tasks_without_srun(os.environ)
-        several = f"this Slurm job has {tasks} tasks: srun python" if tasks else "several ranks: torchrun --nproc_per_node=N"
+        several = f"this Slurm job has {tasks} tasks: srun python" if tasks else "several: torchrun --nproc_per_node=N"
         print(f"no launcher: a world of one ({several} ...)", flush=True)
         dist.init_process_group(_backend(world), store=dist.HashStore(), rank=0, world_size=1)  # DDP asks for a group
         yield world

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from common.config import UsageError
 from common.errors import UserError
 from common.failure import RankError, SharedError
+from common.launch_env import is_first
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -43,7 +44,7 @@ def _is_told(error: UserError) -> bool:
     if isinstance(error, RankError):
         return error.told
     everywhere = isinstance(error, SharedError | UsageError)
-    return os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") != "0"
+    return not is_first(os.environ, on_node=not everywhere)
 
 
 def _leave(code: int) -> None:
