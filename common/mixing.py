@@ -63,7 +63,8 @@ class Mix:
         if self.kind == "shuffle":
             order = permutation(len(rows), self.seed, group[0].epoch, BUFFER, group[0].step)
             rows = [rows[i] for i in order]
-        return [Piece(step.global_step, step, rows[i * self.batch_size : (i + 1) * self.batch_size]) for i, step in enumerate(group)]
+        size = self.batch_size
+        return [Piece(step.global_step, step, rows[i * size : (i + 1) * size]) for i, step in enumerate(group)]
 
     def group_start(self, step: int) -> int:
         """The first step of the group that `step` of an epoch belongs to."""

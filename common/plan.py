@@ -1,6 +1,6 @@
 """The plan of a run, as numbers: what an epoch is for this data set and this world. Printed, saved and checked.
 
-    >>> Plan.make(index, sampling="exact", batch_size=64, world_size=3, num_workers=2, num_epochs=10, seed=0, shuffle=5000)
+    >>> plan.global_batch, plan.steps_per_epoch, plan.workers_of(rank=0)
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ class Plan:
     data_digest: str
 
     @classmethod
-    def make(cls, index: ShardIndex, *, sampling: str, mix: str, seed: int, shuffle: int, epoch_samples: int | None, batch_size: int,
-             world_size: int, num_workers: int, num_epochs: int, max_steps: int | None) -> Plan:
+    def make(cls, index: ShardIndex, *, sampling: str, mix: str, seed: int, shuffle: int,
+             epoch_samples: int | None, batch_size: int, world_size: int, num_workers: int, num_epochs: int, max_steps: int | None) -> Plan:
         """The plan for a data set. Raises UserError where an epoch would have no step, or a rank nothing to read."""
-        plan = cls(sampling, mix, seed, shuffle, index.num_samples, epoch_samples or index.num_samples, batch_size, world_size,
-                   num_workers, num_epochs, max_steps, index.names, tuple(index.sizes.tolist()), index.num_classes, index.classes, index.digest)
+        plan = cls(sampling, mix, seed, shuffle, index.num_samples, epoch_samples or index.num_samples, batch_size,
+                   world_size, num_workers, num_epochs, max_steps, index.names, tuple(index.sizes.tolist()),
+                   index.num_classes, index.classes, index.digest)
         if not plan.steps_per_epoch:
-            raise UserError(f"an epoch of {plan.epoch_samples} samples has no full batch of {plan.global_batch} (-b {batch_size} × {world_size} ranks); "
-                            f"--sampling {sampling}; lower -b, raise --epoch_samples, or use --sampling exact")
+            raise UserError(f"an epoch of {plan.epoch_samples} samples has no full batch of {plan.global_batch} "
+                            f"(-b {batch_size} × {world_size} ranks); --sampling {sampling}; lower -b, raise --epoch_samples, or use --sampling exact")
         if plan.deals_shards and plan.num_full_shards < world_size:
-            raise UserError(f"more ranks than shards: shards={plan.num_full_shards}, ranks={world_size}, workers={num_workers}; --sampling {sampling}; "
-                            "use --sampling exact, or make more and smaller shards")
+            raise UserError(f"more ranks than shards: shards={plan.num_full_shards}, ranks={world_size}, "
+                            f"workers={num_workers}; --sampling {sampling}; use --sampling exact, or make more and smaller shards")
         return plan
 
     @property
@@ -95,13 +96,14 @@ class Plan:
         current = self.as_dict()
         for name in SAME_ALWAYS + (SAME_FOR_STREAMS if self.sampling != "exact" else ()):
             if name in saved and saved[name] != current[name]:
-                raise UserError(f"the run to be continued had {name} {saved[name]}, this one has {current[name]}; --resume; "
-                                "give the old value, or start another run with --weights FILE")
+                raise UserError(f"the run to be continued had {name} {saved[name]}, this one has {current[name]}; "
+                                "--resume; give the old value, or start another run with --weights FILE")
 
     def lines(self, local_ranks: int = 1) -> Iterator[str]:
         """What the start-up says."""
-        yield (f"data: {self.num_samples} samples, {len(self.shard_names)} shards, {self.num_classes} classes; sampling {self.sampling}"
-               + (f", mix {self.mix}" if self.mix != "none" else "") + f", shuffle {self.shuffle}, seed {self.seed}")
+        mixed = f", mix {self.mix}" if self.mix != "none" else ""
+        yield (f"data: {self.num_samples} samples, {len(self.shard_names)} shards, {self.num_classes} classes; "
+               f"sampling {self.sampling}{mixed}, shuffle {self.shuffle}, seed {self.seed}")
         yield (f"plan: global batch {self.global_batch} = {self.batch_size} × {self.world_size} ranks, "
                f"{self.steps_per_epoch} steps per epoch on every rank, {self.num_epochs} epochs")
         empty = len(self.shard_names) - self.num_full_shards
@@ -110,16 +112,19 @@ class Plan:
         if self.deals_shards:
             yield self._dealt()
         elif self.sampling == "resampled":
-            yield "sampling with replacement: an epoch repeats some samples and misses others (--sampling exact does neither)"
+            yield ("sampling with replacement: an epoch repeats some samples and misses others "
+                   "(--sampling exact does neither)")
         cores, readers = len(os.sched_getaffinity(0)), max(self.num_workers, 1) * local_ranks
         if readers > cores:
-            yield f"warning: {self.num_workers} loader workers × {local_ranks} ranks on this node are more than its {cores} cores; lower -w"
+            yield (f"warning: {self.num_workers} loader workers × {local_ranks} ranks on this node are more than its "
+                   f"{cores} cores; lower -w")
 
     def _dealt(self) -> str:
         order = split_order(self.shard_sizes, self.shuffle, self.seed, 0)
         missed, repeated = split_coverage(self.shard_sizes, order, self.world_size, self.num_workers, self.batch_size,
                                           self.steps_per_epoch, pooled=self.mix == "pooled")
-        shares = ["/".join(str(len(shards)) for shards in workers) for workers in split_deal(order, self.world_size, self.num_workers)]
+        shares = ["/".join(str(len(shards)) for shards in workers)
+                  for workers in split_deal(order, self.world_size, self.num_workers)]
         shown = ", ".join(shares[:8]) + (", …" if len(shares) > 8 else "")
-        return (f"shards per worker, rank by rank: {shown}; the first epoch misses {missed} samples and repeats {repeated} "
-                "(--sampling exact does neither)")
+        return (f"shards per worker, rank by rank: {shown}; the first epoch misses {missed} samples and repeats "
+                f"{repeated} (--sampling exact does neither)")

@@ -115,7 +115,7 @@ def deal(num_samples: int, num_parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One global batch: positions [start, stop) of an epoch. `step` counts within the epoch, `global_step` in the run."""
+    """One global batch: positions [start, stop) of an epoch. `step` counts in the epoch, `global_step` in the run."""
 
     epoch: int
     step: int
@@ -152,8 +152,9 @@ def num_steps(num_samples: int, global_batch: int, drop_last: bool = False) -> i
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
-def steps(num_samples: int, global_batch: int, num_epochs: int, progress: Progress, drop_last: bool = False) -> Iterator[Step]:
-    """Every step from `progress` to the end of the last epoch. After a change of batch, batches begin where it stopped."""
+def steps(num_samples: int, global_batch: int, num_epochs: int, progress: Progress,
+          drop_last: bool = False) -> Iterator[Step]:
+    """Every step from `progress` to the end of the last epoch. A batch of another size begins where the last ended."""
     epoch, step, global_step, position = progress.epoch, progress.step, progress.global_step, progress.position
     while epoch < num_epochs:
         end = num_samples - (num_samples - position) % global_batch if drop_last else num_samples

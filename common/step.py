@@ -35,13 +35,14 @@ class Recipe:
     accum: int = 1
     clip_grad: float = 0.0
     amp: torch.dtype | None = None
-    memory_format: torch.memory_format = torch.contiguous_format  # of model and images; DDP wants gradients laid out alike
+    memory_format: torch.memory_format = torch.contiguous_format  # of the model and of its images alike
     seed: int = 0
     num_replicas: int = 1
 
     def lr_at(self, global_step: int) -> float:
         """The learning rate of a step, a pure function of it."""
-        return learning_rate(global_step, base=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
+        return learning_rate(global_step, base=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps,
+                             total_steps=self.total_steps)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Stepper:
         for number, (image, label, row) in enumerate(parts):
             with self._no_sync(number < len(parts) - 1), autocast(self.world.device, recipe.amp):
                 logits = self.watch.forward(self.model, image, row)
-                losses = F.cross_entropy(logits.float(), label, reduction="none", label_smoothing=recipe.label_smoothing)
+                losses = F.cross_entropy(logits.float(), label, reduction="none",
+                                         label_smoothing=recipe.label_smoothing)
                 real = row >= 0
                 loss = (losses * real).sum() * (self.world.size / step.size)
                 self.scaler.scale(loss).backward()
@@ -88,15 +90,15 @@ class Stepper:
         return Outcome(loss_sum.item(), int(correct), len(batch))  # .item() waits for the device: once a step
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Images, labels and row numbers in `accum` parts, each filled with rows of number -1 to what BatchNorm needs."""
+        """Images, labels and row numbers in `accum` parts, filled with rows of number -1 to what BatchNorm needs."""
         row = torch.arange(len(batch), device=self.world.device)
         size = max(-(-len(batch) // self.recipe.accum), 1)
         for start in range(0, max(len(batch), 1), size):
             image, label = batch.image[start : start + size], batch.label[start : start + size]
             missing = padded_size(len(label), self.recipe.num_replicas) - len(label)
             if missing:  # copies of the last row where there is one: they shift the statistics least
-                image = torch.cat([image, image[-1:].expand(missing, -1, -1, -1) if len(image) else image.new_zeros(missing, *image.shape[1:])])
-                image = image.contiguous(memory_format=torch.channels_last)
+                filling = image[-1:] if len(image) else image.new_zeros(1, *image.shape[1:])
+                image = torch.cat([image, filling.expand(missing, -1, -1, -1)]).contiguous(memory_format=torch.channels_last)
                 label = torch.cat([label, label.new_zeros(missing)])
             yield image, label, torch.cat([row[start : start + size], row.new_full((missing,), -1)])
 
@@ -118,7 +120,8 @@ class Stepper:
         sums, and so the last bits. After this, a resumed run sums like one that was never stopped.
         """
         buffers = {name: value.clone() for name, value in self.model.named_buffers()}
-        image = torch.zeros(padded_size(2, self.recipe.num_replicas), 3, image_size, image_size, dtype=torch.uint8, device=self.world.device)
+        num_rows = padded_size(2, self.recipe.num_replicas)
+        image = torch.zeros(num_rows, 3, image_size, image_size, dtype=torch.uint8, device=self.world.device)
         with autocast(self.world.device, self.recipe.amp):
             row = torch.full((len(image),), -1, device=self.world.device)
             logits = self.watch.forward(self.model, image.contiguous(memory_format=torch.channels_last), row)

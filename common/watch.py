@@ -29,7 +29,7 @@ class Watch:
         """A step begins."""
 
     def forward(self, model: nn.Module, image: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """The model's logits for images (n, 3, H, W); `row` (n,) are their places in the batch, -1 for rows that only fill it."""
+        """The model's logits for images (n, 3, H, W); `row` (n,) are places in the batch, -1 for rows that fill it."""
         return model(image)
 
     def after(self, batch: Batch) -> None:
@@ -42,9 +42,11 @@ class Watch:
 class TraceWatch(Watch):
     """Records and prints which sample was where, as told from inside the model's forward."""
 
-    def __init__(self, trace: Trace | None, printer: TracePrinter | None, device: torch.device, devices: Sequence[torch.device]):
+    def __init__(self, trace: Trace | None, printer: TracePrinter | None, device: torch.device,
+                 devices: Sequence[torch.device]):
         self.trace, self.printer, self.device = trace, printer, device
-        self._replicas = {device.index: number for number, device in enumerate(devices)} if device.type == "cuda" else {}
+        cuda = device.type == "cuda"  # on the CPU replicas are told apart by their number
+        self._replicas = {device.index: number for number, device in enumerate(devices)} if cuda else {}
         self._replica: list[int] = []
 
     def wrap(self, module: nn.Module) -> nn.Module:
