@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ class Loader:
     def __init__(self, dataset: BatchDataset, num_workers: int, start_method: str | None = None):
         self.dataset, self.num_workers, self.start_method = dataset, num_workers, start_method
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """This rank's batch of each step that is left of the run. Raises UserError with what a worker found."""
         mixing, dataset = self.dataset.mixing, self.dataset
         num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
@@ -64,7 +64,7 @@ class Loader:
                           position=progress.position - back * size)
         return replace(self.dataset.source, plan=replace(self.dataset.source.plan, progress=earlier)).steps()
 
-    def _made(self) -> Iterator[Made]:
+    def _made(self) -> Generator[Made, None, None]:
         if not self.num_workers:
             yield from self.dataset
             return
@@ -155,7 +155,7 @@ def start_worker(worker: int, parent: int) -> None:
     die_with_parent(signal.SIGKILL, parent)
 
 
-def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
     """The batches on `device`: on CUDA copied on a stream of its own while the step before still computes."""
     if device.type != "cuda":
         yield from batches
@@ -164,7 +164,8 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     ahead: Batch | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
-            copy = replace(batch, image=batch.image.to(device, non_blocking=True), label=batch.label.to(device, non_blocking=True))
+            copy = replace(batch, image=batch.image.to(device, non_blocking=True),
+                           label=batch.label.to(device, non_blocking=True))
         copied = stream.record_event()
         if ahead is not None:
             yield ahead
