@@ -1,0 +1,99 @@
+"""How ranks meet, and the line that says why they do not. Ranks are threads here."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from common.errors import UserError
+from common.failure import RankError
+from common.launch_env import Launch
+from common.rendezvous import meet
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def launch(rank: int, size: int, port: int, address: str = "127.0.0.1", local_size: int | None = None) -> Launch:
+    return Launch(rank, size, rank, address, port, "torchrun", local_size=local_size or size)
+
+
+def all_meet(launches: list[Launch], timeout_seconds: float) -> list[object]:
+    """What comes out of `meet` on each rank: a store or an error."""
+    def one(launch: Launch) -> object:
+        try:
+            return meet(launch, timeout_seconds)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(launches)) as threads:
+        return list(threads.map(one, launches))
+
+
+def told(outcomes: list[object]) -> list[str]:
+    """The lines that a user would see."""
+    return [str(error) for error in outcomes if isinstance(error, UserError) and not getattr(error, "told", False)]
+
+
+def test_all_ranks_share_one_store():
+    port = free_port()
+    stores = all_meet([launch(rank, 3, port) for rank in range(3)], 20)
+    stores[1].set("key", "value")
+    assert stores[2].get("key") == stores[0].get("key") == b"value"
+
+
+def test_ranks_that_never_come_are_named_by_one():
+    port = free_port()
+    outcomes = all_meet([launch(rank, 4, port) for rank in (0, 2)], 1.5)
+    assert all(isinstance(outcome, RankError) for outcome in outcomes)
+    (line,) = told(outcomes)
+    assert "did not come within --timeout 1.5 s: 1, 3 of 4" in line or "rank 0 has left" in line
+    assert f"127.0.0.1:{port}" in line
+
+
+def test_ranks_of_different_worlds():
+    port = free_port()
+    (line,) = told(all_meet([launch(0, 2, port), launch(1, 3, port)], 20))
+    assert "ranks of different worlds" in line and "one of 2" in line and "one of 3" in line
+
+
+def test_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"the port is in use; 127.0.0.1:{port} .*--master_port or MASTER_PORT"):
+            meet(launch(0, 1, port), 5)
+
+
+def test_rank_0_is_not_there():
+    port = free_port()
+    with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 within --timeout 1 s .*127.0.0.1:{port}"):
+        meet(launch(1, 2, port), 1)
+
+
+@pytest.mark.parametrize("names, message", [
+    ({"node1": "127.0.1.1", "node2": "10.0.0.2"}, "address of rank 0 is node2 itself .127.0.1.1.*MASTER_ADDR node1"),
+    ({"node1": "10.0.0.1", "node2": "127.0.1.1"}, "node2 knows itself by a loopback address .*GLOO_SOCKET_IFNAME"),
+    ({"node2": "10.0.0.2"}, "address of rank 0 is not known on node2 .*MASTER_ADDR node1")])
+def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], message: str):
+    def look_up(name: str) -> str:
+        if name not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return names[name]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("socket.gethostbyname", look_up)
+    monkeypatch.setattr("common.rendezvous._host", lambda: "node2")
+    with pytest.raises(UserError, match=message):
+        meet(launch(1, 2, 1, "node1", local_size=1), 1)
+
+
+def test_one_node_may_be_loopback():
+    port = free_port()
+    assert not told(all_meet([launch(rank, 2, port, "localhost") for rank in range(2)], 20))
