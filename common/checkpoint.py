@@ -83,7 +83,7 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError("the file is damaged or holds more than tensors and plain containers, and is not loaded; "
                         f"{path}; use a checkpoint of these scripts, or save a state_dict") from None
     except Exception as error:  # whatever the readers of zip, pickle and tensors make of bytes that are not theirs
-        reason = (str(error).splitlines() or [""])[0].partition(". This is an internal")[0][:120] or type(error).__name__
+        reason = (str(error).splitlines() or [""])[0].partition(". This is an internal")[0] or type(error).__name__
         raise UserError(f"the checkpoint is damaged ({reason}); {path}; take another one") from None
     if not isinstance(state, dict):
         raise UserError(f"not a checkpoint but a {type(state).__name__}; {path}; use a file that these scripts wrote")

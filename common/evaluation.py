@@ -26,7 +26,7 @@ from common.step import Recipe
 
 @dataclass(frozen=True)
 class Validation:
-    """The validation set of a run. `batches` starts a loader of this rank's; `num_batches` counts those of all ranks."""
+    """The validation set of a run. `batches` starts a loader of this rank's; `num_batches` counts all ranks'."""
 
     batches: Callable[[], Iterator[Batch]]
     num_batches: int

@@ -112,7 +112,7 @@ class _Deaths:
 
     def __init__(self, before: Any):
         self.before, self.waiting = before, False
-        self.torchs = before.torchs if isinstance(before, _Deaths) else before
+        self.torchs: Any = before.torchs if isinstance(before, _Deaths) else before
 
     @classmethod
     def listen(cls) -> _Deaths:

@@ -124,7 +124,8 @@ def validate(run: Run) -> dict[str, Any] | None:
     if result is not None:
         records, progress = run.records, run.state.progress
         records.report.validation(progress.epoch, progress.global_step, result)
-        records.report.confusion(result["confusion"].numpy(), records.description["plan"]["classes"], progress.global_step)
+        classes = records.description["plan"]["classes"]
+        records.report.confusion(result["confusion"].numpy(), classes, progress.global_step)
     return result
 
 
@@ -136,7 +137,8 @@ def save(run: Run, name: str) -> None:
             "model": checkpoint.bare_state(run.module),
             "optimizer": checkpoint.on_cpu(run.stepper.optimizer.state_dict()),
             "scaler": run.stepper.scaler.state_dict(),
-            "schedule": {field: value for field, value in asdict(run.stepper.recipe).items() if field not in ("amp", "memory_format")},
+            "schedule": {name: value for name, value in asdict(run.stepper.recipe).items()
+                         if isinstance(value, int | float | str)},
             "rng": torch.get_rng_state(),
             **run.state.as_dict(),
             **run.records.description,

@@ -34,14 +34,16 @@ class Records:
     errors: ErrorLog
     description: dict[str, Any]  # what every checkpoint says of the run
 
-    def finish(self, outcome: str, advice: str = "") -> None:
+    def finish(self, outcome: str) -> None:
         """Record how the run ended: "complete" or "stopped". Every rank calls it."""
         self.world.on_main(lambda: self.folder.finish(outcome))
-        self.report.note(f"{outcome}: {self.folder.path}" + ("; --resume auto goes on with it" if outcome == "stopped" else ""))
+        advice = "; --resume auto goes on with it" if outcome == "stopped" else ""
+        self.report.note(f"{outcome}: {self.folder.path}{advice}")
 
 
 @contextmanager
-def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, config: Mapping[str, Any]) -> Iterator[Records]:
+def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
+                 config: Mapping[str, Any]) -> Iterator[Records]:
     """Count this start, write config.json, print the plan; and if the run fails, leave the reason in status.json.
 
     Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer, with that rank's words.
@@ -55,9 +57,9 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State, conf
 
     attempt, lock = world.on_main(begin), NodeLock(lock_path(folder.path))
     report = Report(ReportSettings(
-        output=folder.path, num_epochs=plan.num_epochs, steps_per_epoch=plan.steps_per_epoch, is_main=world.is_main, attempt=attempt,
-        start=state.progress, first_epoch_steps=_steps_of_open_epoch(plan, state.progress), report_seconds=config["report_s"],
-        report_growth=config["report_growth"], lock=lock))
+        output=folder.path, num_epochs=plan.num_epochs, steps_per_epoch=plan.steps_per_epoch, is_main=world.is_main,
+        attempt=attempt, start=state.progress, first_epoch_steps=_steps_of_open_epoch(plan, state.progress),
+        report_seconds=config["report_s"], report_growth=config["report_growth"], lock=lock))
     try:
         with report:
             _introduce(report, world, folder, plan, state)
@@ -79,7 +81,8 @@ def _introduce(report: Report, world: World, folder: RunFolder, plan: Plan, stat
     report.note(f"run: {folder.path}, device {world.device}, {len(os.sched_getaffinity(0))} cores")
     if state.progress != Progress():
         at = state.progress
-        report.note(f"resumed: epoch {at.epoch}, step {at.step}, {at.position} samples of the epoch done; {at.global_step} steps since the start")
+        report.note(f"resumed: epoch {at.epoch}, step {at.step}, {at.position} samples of the epoch done; "
+                    f"{at.global_step} steps since the start")
 
 
 def _steps_of_open_epoch(plan: Plan, progress: Progress) -> int | None:

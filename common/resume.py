@@ -14,12 +14,12 @@ import torch
 from common.errors import UserError
 
 SAME = ("arch", "optimizer")  # of the config; the plan has its own
-SAID = ("lr", "betas", "momentum", "weight_decay", "label_smoothing", "schedule", "warmup_epochs", "accum", "clip_grad", "amp",
-        "n_epochs", "augment", "image_size", "batch_size")
+SAID = ("lr", "betas", "momentum", "weight_decay", "label_smoothing", "schedule", "warmup_epochs", "accum", "clip_grad",
+        "amp", "n_epochs", "augment", "image_size", "batch_size")
 
 
-def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer,
-              scaler: torch.amp.GradScaler) -> Iterator[str]:
+def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch.nn.Module,
+              optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Iterator[str]:
     """Put a checkpoint into what was built from `config`, which holds wherever both have a say. Yields notes.
 
     Every rank calls it. Raises UserError where the checkpoint is of another model or optimiser.
@@ -27,8 +27,8 @@ def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch
     before = saved["config"]
     for name in SAME:
         if name in before and before[name] != config[name]:
-            raise UserError(f"the run to be continued had {name} {before[name]}, this one has {config[name]}; --{name}, --resume; "
-                            "give the old value, or start another run with --weights FILE")
+            raise UserError(f"the run to be continued had {name} {before[name]}, this one has {config[name]}; "
+                            f"--{name}, --resume; give the old value, or start another run with --weights FILE")
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     try:
         module.load_state_dict(saved["model"])

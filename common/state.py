@@ -12,7 +12,7 @@ from common.sampling import Progress
 
 @dataclass
 class State:
-    """Everything that changes while a run goes on, besides model, optimiser and scaler. Goes whole into a checkpoint."""
+    """All that changes while a run goes on, besides model, optimiser and scaler. Goes whole into a checkpoint."""
 
     progress: Progress = field(default_factory=Progress)
     epoch_done: bool = False  # all its steps are, its validation is not
@@ -26,11 +26,12 @@ class State:
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None, plan: Plan) -> State:
-        """Where a run goes on; a new one without a checkpoint. Raises UserError where the plan must not differ and does."""
+        """Where a run goes on; a new one without a checkpoint. Raises UserError for a plan that must not differ."""
         state = cls()
         if saved is not None:
             plan.check_resumed(saved["plan"])
-            state.progress, state.epoch_done, state.best_top1 = Progress(**saved["progress"]), saved["epoch_done"], saved["best_top1"]
+            state.progress, state.epoch_done = Progress(**saved["progress"]), saved["epoch_done"]
+            state.best_top1 = saved["best_top1"]
             state.loss.load_state_dict(saved["meters"]["loss"])
             state.top1.load_state_dict(saved["meters"]["top1"])
         return state

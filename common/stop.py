@@ -26,7 +26,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested = False
-        self._first_seconds: float | None = None  # when the first signal came
+        self._first_seconds: float | None = None  # when the first signal came: `requested` may have another reason
         self._parent = os.getppid()
 
     @classmethod
@@ -60,7 +60,7 @@ class StopSignals:
 
         def watch() -> None:
             while not left.wait(0.1):
-                if self.requested and time.monotonic() - self._first_seconds > seconds:
+                if self._first_seconds is not None and time.monotonic() - self._first_seconds > seconds:
                     os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=watch, name="impatient", daemon=True).start()
@@ -77,7 +77,7 @@ class StopSignals:
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
-        if not self.requested:
+        if self._first_seconds is None:
             self.requested, self._first_seconds = True, now
         elif now - self._first_seconds >= REPEAT_SECONDS:
             os._exit(128 + number)

@@ -41,14 +41,23 @@ class Job:
     ranks: int
     mode: str
 
-    def start(self) -> subprocess.Popen:
-        """The same command every time: `--resume auto` finds nothing at first."""
+    @property
+    def flags(self) -> list[object]:
+        """The same every time: `--resume auto` finds nothing at first."""
         mixed = self.mode in ("pooled", "shuffle")
         sampling = ("split", "--mix", self.mode, "--shuffle", "4") if mixed else (self.mode,)
-        line = command("train_ddp.py", *TINY, "-s", self.folder.parent / "shards", "--val_path", self.folder.parent / "val", "-b", 4,
-                       "--n_epochs", 3, "--save_every", 2, "--seed", 7, "-lr", "1e-3", "--sampling", *sampling, "--trace", "save",
-                       "--output", self.folder, "--resume", "auto", ranks=self.ranks)
-        return start(line, SHARDWISE_JOB=str(self.folder))
+        data = self.folder.parent
+        return [*TINY, "-s", data / "shards", "--val_path", data / "val", "-b", 4, "--sampling", *sampling,
+                "-lr", "1e-3", "--n_epochs", 3, "--save_every", 2, "--seed", 7, "--trace", "save",
+                "--output", self.folder, "--resume", "auto"]
+
+    def line(self, *flags: object) -> list[str]:
+        """The command; later flags win."""
+        return command("train_ddp.py", *self.flags, *flags, ranks=self.ranks)
+
+    def start(self, *flags: object) -> subprocess.Popen:
+        """Start it, marked."""
+        return start(self.line(*flags), SHARDWISE_JOB=str(self.folder))
 
     def processes(self) -> dict[int, str]:
         """Living processes of the job: pid -> launcher, rank or worker."""
@@ -61,7 +70,8 @@ class Job:
                         found[int(process.name)] = (process / "cmdline").read_text()
         parents = {pid: _parent(pid) for pid in found}
         kinds = {pid: "launcher" for pid, line in found.items() if "torch.distributed.run" in line}
-        kinds |= {pid: "worker" if parents[pid] in found and parents[pid] not in kinds else "rank" for pid in found if pid not in kinds}
+        for pid in set(found) - set(kinds):
+            kinds[pid] = "worker" if parents[pid] in found and kinds.get(parents[pid]) != "launcher" else "rank"
         return kinds
 
 
@@ -96,7 +106,7 @@ def kill_one(job: Job, process: subprocess.Popen, rng: random.Random) -> str:
     killed = time.monotonic()
     while left := job.processes():
         if time.monotonic() - killed > GONE_SECONDS:
-            raise AssertionError(f"{phase} {delay:.2f} s, killed {alive[pid]}: {left} are alive after {GONE_SECONDS:g} s")
+            raise AssertionError(f"{phase} {delay:.2f} s, killed {alive[pid]}: {left} live after {GONE_SECONDS:g} s")
         time.sleep(0.1)
     return f"{phase} {delay:.2f} s: killed {alive[pid]}, gone after {time.monotonic() - killed:.1f} s"
 
@@ -122,7 +132,7 @@ def kill_and_finish(job: Job, num_kills: int, rng: random.Random) -> list[str]:
 
 
 def effective(output: Path) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """(rank, epoch, step) -> the row that counts, without its attempt: later attempts replace the same and later steps."""
+    """(rank, epoch, step) -> the row that counts, its attempt left out. Later ones replace later steps."""
     begun = json.loads((output / "status.json").read_text())["attempts"]
     places = [(place["epoch"], place["step"]) for place in begun]
     found = {}
@@ -144,7 +154,8 @@ def differences(output: Path, undisturbed: Path) -> Iterator[str]:
                 yield f"{name}: {part}"
     if effective(output) != effective(undisturbed):
         yield "trace"
-    one, two = ([row for row in rows(folder / "metrics.jsonl") if row["kind"] == "val"] for folder in (output, undisturbed))
+    one, two = ([row for row in rows(folder / "metrics.jsonl") if row["kind"] == "val"]
+                for folder in (output, undisturbed))
     for row in [*one, *two]:
         row.pop("attempt")
     if one != two:
@@ -191,7 +202,8 @@ def main() -> int:
         wrong = list(differences(job.folder, references[ranks, mode].folder))
         num_bad += bool(wrong)
         num_kills += sum("killed" in text for text in done)
-        print(f"run {number}, {ranks} ranks, {mode}: {'; '.join(done)}: {', '.join(wrong) or 'equal'} ({num_kills} kills)", flush=True)
+        print(f"run {number}, {ranks} ranks, {mode}: {'; '.join(done)}: {', '.join(wrong) or 'equal'} "
+              f"({num_kills} kills)", flush=True)
         number += 1
     left = set(os.listdir("/dev/shm")) - before
     print(f"{number} runs, {num_kills} kills, {num_bad} runs differ; new in /dev/shm: {sorted(left) or 'nothing'}")

@@ -16,9 +16,9 @@ from tests.helpers import ROOT
 
 def child(body: str, **env: str) -> subprocess.Popen:
     """A process that listens, says so, and goes on with `body`."""
-    code = "import os, sys, time\nfrom common.stop import StopSignals\nimport common.stop\nstop = StopSignals.listen()\n" \
-           "print('ready', flush=True)\n" + textwrap.dedent(body)
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+    code = "import time, common.stop\nstop = common.stop.StopSignals.listen()\nprint('ready', flush=True)\n"
+    process = subprocess.Popen([sys.executable, "-c", code + textwrap.dedent(body)], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, env={**os.environ, **env})
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -77,8 +77,9 @@ def test_a_wait_for_others_ends_after_a_stop() -> None:
 def test_a_rank_leaves_when_its_launcher_is_killed(nodes: str, outcome: str) -> None:
     """Of one node it saves first; of several it dies, and the others go on."""
     reading, writing = os.pipe()
-    rank = f"import os, time; from common.stop import StopSignals; stop = StopSignals.listen(); os.write({writing}, b'ready.')\n" \
-           f"while not stop.requested: time.sleep(0.01)\nos.write({writing}, b'stopping')"
+    rank = "import os, time; from common.stop import StopSignals; stop = StopSignals.listen()\n" \
+           f"os.write({writing}, b'ready.')\nwhile not stop.requested: time.sleep(0.01)\n" \
+           f"os.write({writing}, b'stopping')"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], pass_fds=[{writing}])"
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, pass_fds=[writing],
                                env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "GROUP_WORLD_SIZE": nodes})
@@ -92,8 +93,8 @@ def test_a_rank_leaves_when_its_launcher_is_killed(nodes: str, outcome: str) -> 
 
 def test_an_orphan_has_a_limited_time_to_save() -> None:
     reading, writing = os.pipe()
-    rank = f"import os, time, common.stop; common.stop.ORPHAN_SECONDS = 0.5; stop = common.stop.StopSignals.listen()\n" \
-           f"os.write({writing}, b'ready.'); time.sleep(600)"
+    rank = "import os, time, common.stop; common.stop.ORPHAN_SECONDS = 0.5\n" \
+           f"stop = common.stop.StopSignals.listen(); os.write({writing}, b'ready.'); time.sleep(600)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], pass_fds=[{writing}])"
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, pass_fds=[writing],
                                env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})

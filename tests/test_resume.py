@@ -1,0 +1,224 @@
+"""Runs that are stopped, killed, broken or moved to other worlds, and go on: through the commands that users type."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT, Result, end, run, start, trace
+from tests.kill_runs import Job, differences, effective, kill_and_finish, prepare
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards, and the undisturbed runs that others are held against."""
+    path = tmp_path_factory.mktemp("resume")
+    prepare(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The run of two ranks, exact."""
+    job = Job(folder / "undisturbed-2", 2, "exact")
+    end(job.start(), 300).check()
+    return job.folder
+
+
+def disturbed(job: Job, plan: dict, *flags: object, torchrun: tuple[str, ...] = ()) -> Result:
+    """Start a job once with a disturbance, and see that nothing of it is left."""
+    line = job.line(*flags)
+    script = line.index(str(ROOT / "train_ddp.py"))
+    line[script:script] = [*torchrun, str(ROOT / "tests" / "disturbed.py")]
+    result = end(start(line, SHARDWISE_JOB=str(job.folder), DISTURB=json.dumps(plan)), 200)
+    assert not job.processes()
+    return result
+
+
+def status(job: Job) -> dict:
+    return json.loads((job.folder / "status.json").read_text())
+
+
+def errors(result: Result) -> list[str]:
+    return [line for line in result.err.splitlines() if line.startswith("error: ")]
+
+
+def last_steps(job: Job) -> set[tuple[int, int]]:
+    """(epoch, step) of each rank's last row."""
+    return {(lines[-1]["epoch"], lines[-1]["step"]) for lines in trace(job.folder).values()}
+
+
+def test_a_stop_at_any_moment_saves_once_and_loses_nothing(folder: Path, undisturbed: Path) -> None:
+    """One run, stopped in every phase by one rank, each start going on from the stop before."""
+    job = Job(folder / "stopped", 2, "exact")
+    for rank, place, deed, saves in ((1, "start", "TERM", 1), (0, "batch", "INT", 1), (1, "step", "USR1", 1),
+                                     (0, "save", "TERM", 2), (1, "validation", "TERM", 2)):
+        before = status(job)["attempts"][-1]["global_step"] if job.folder.exists() else 0
+        result = disturbed(job, {"rank": rank, "at": place, "number": 0, "do": deed}).check()
+        found = status(job)
+        assert (found["state"], found["reason"], errors(result)) == ("stopped", None, []), (place, result)
+        assert len(last_steps(job)) == 1, (place, trace(job.folder))
+        assert result.out.count("saving last.pt") <= saves, (place, result.out)
+        assert before < torch.load(job.folder / "last.pt", weights_only=True)["progress"]["global_step"], place
+    end(job.start(), 200).check()
+    assert list(differences(job.folder, undisturbed)) == []
+
+
+@pytest.mark.parametrize("ranks, seed", [(2, 1), (3, 2)])
+def test_kills_at_random_moments(folder: Path, undisturbed: Path, ranks: int, seed: int) -> None:
+    reference = undisturbed
+    if ranks != 2:
+        job = Job(folder / f"undisturbed-{ranks}", ranks, "exact")
+        end(job.start(), 300).check()
+        reference = job.folder
+    before = set(os.listdir("/dev/shm"))
+    job = Job(folder / f"killed-{ranks}", ranks, "exact")
+    done = kill_and_finish(job, 3, random.Random(seed))
+    assert list(differences(job.folder, reference)) == [], done
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_torchrun_restarts_its_own_run_without_a_flag(folder: Path, undisturbed: Path) -> None:
+    """A rank is killed; with --max_restarts the launcher starts all again, and the run goes on from its checkpoint."""
+    job = Job(folder / "restarted", 2, "exact")
+    line = [part for part in job.line() if part not in ("--resume", "auto")]
+    line.insert(line.index("--standalone"), "--max_restarts=2")
+    script = line.index(str(ROOT / "train_ddp.py"))
+    line.insert(script, str(ROOT / "tests" / "disturbed.py"))
+    plan = {"rank": 1, "at": "step", "number": 11, "do": "KILL"}
+    result = end(start(line, SHARDWISE_JOB=str(job.folder), DISTURB=json.dumps(plan)), 200).check()
+    assert "resumed: epoch 1, step 2" in result.out
+    assert len(status(job)["attempts"]) == 2
+    assert list(differences(job.folder, undisturbed)) == []
+
+
+def test_the_smaller_world_goes_on_when_a_node_is_lost(folder: Path) -> None:
+    """Two launchers on this machine, each a node; one is killed. The epoch still holds each sample once."""
+    job = Job(folder / "elastic", 1, "exact")
+    port = free_port()
+    parts = [part for part in job.line("--report_s", 0.1) if part not in ("--resume", "auto", "--standalone")]
+    parts[parts.index("--nproc_per_node=1") : parts.index("--nproc_per_node=1")] = [
+        "--nnodes=1:2", "--max_restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
+        "--rdzv_id=elastic", "--rdzv_conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    parts[parts.index("--n_epochs") + 1] = "40"
+    nodes: list[subprocess.Popen] = []
+
+    def files() -> list[Path]:
+        return sorted(job.folder.glob("trace/rank*.jsonl"))
+
+    try:
+        for _ in range(2):
+            nodes.append(start(parts, SHARDWISE_JOB=str(job.folder)))
+            time.sleep(1)
+        wait_for(lambda: len(files()) == 2 and len(files()[1].read_text().splitlines()) > 20, nodes[0])
+        nodes[1].kill()
+        wait_for(lambda: len(status(job)["attempts"]) == 2, nodes[0])
+        (job.folder / "stop").touch()
+    finally:
+        results = [end(node, 200) for node in reversed(nodes)]
+    results[1].check()
+    wait_for(lambda: not job.processes())
+    worlds = {row["attempt"]: row["world_size"] for lines in trace(job.folder).values() for row in lines}
+    assert worlds == {0: 2, 1: 1}, worlds
+    run("common.trace", job.folder, "-s", folder / "shards").check()
+
+
+def test_other_worlds_in_the_middle_of_an_epoch(folder: Path) -> None:
+    """Two ranks, three, then one process with other workers and batch: each sample of the epoch is still used once."""
+    jobs = [Job(folder / "worlds", ranks, "exact") for ranks in (2, 3)]
+    end(jobs[0].start("--max_steps", 3), 200).check()
+    end(jobs[1].start("--max_steps", 5), 200).check()
+    flags = ("-b", 5, "-w", 0, "--n_epochs", 2)
+    result = run("train_single.py", *jobs[0].flags, *flags).check()
+    assert "resumed: epoch 0, step 5, 48 samples of the epoch done; 5 steps since the start" in result.out
+    assert "n_epochs was 3, is 2" in result.out
+    counts: dict[tuple[int, str, int], int] = {}
+    for (_, epoch, _), row in effective(jobs[0].folder).items():
+        for shard, count in zip(row["shard"], row["count"], strict=True):
+            counts[epoch, shard, count] = counts.get((epoch, shard, count), 0) + 1
+    assert set(counts.values()) == {1} and len(counts) == 2 * 57
+    run("common.trace", jobs[0].folder, "-s", folder / "shards").check()
+
+
+def test_all_three_scripts_go_on_from_each_other(folder: Path) -> None:
+    """Nine ways in one run, a step each; and the bare model loads the weights."""
+    job = Job(folder / "nine", 1, "exact")
+    scripts = {"s": ("train_single.py", 0), "p": ("train_dp.py", 0), "d": ("train_ddp.py", 1)}
+    for number, kind in enumerate("ssppddspds", start=1):
+        name, ranks = scripts[kind]
+        result = run(name, *job.flags, "--max_steps", number, ranks=ranks).check()
+        assert number == 1 or f"{number - 1} steps since the start" in result.out, (number, kind)
+    reference = Job(folder / "nine-whole", 1, "exact")
+    run("train_single.py", *reference.flags, "--max_steps", 10).check()
+    saved, whole = (torch.load(other.folder / "last.pt", weights_only=True) for other in (job, reference))
+    assert saved["progress"] == whole["progress"]
+    for name, value in whole["model"].items():
+        assert torch.equal(value, saved["model"][name]), name
+    assert {key[1:]: row["key"] for key, row in effective(job.folder).items()} == {
+        key[1:]: row["key"] for key, row in effective(reference.folder).items()}
+
+
+def test_a_bad_sample_on_one_rank_ends_all_with_its_line(folder: Path) -> None:
+    """One line, from that rank, with shard and key; nothing is left; status.json has the reason."""
+    job = Job(folder / "bad" / "run", 2, "exact")
+    prepare(folder / "bad")
+    tar = folder / "bad" / "shards" / "test-0003.tar"
+    data = tar.read_bytes()
+    start_of_jpeg = data.index(b"\xff\xd8\xff", 3000)
+    tar.write_bytes(data[: start_of_jpeg] + b"broken" + data[start_of_jpeg + 6 :])
+    began = time.monotonic()
+    result = end(job.start(), 200).check(1)
+    assert time.monotonic() - began < 150
+    assert len(errors(result)) == 1 and errors(result)[0].startswith("error: rank "), result.err
+    assert "shard test-0003, key " in errors(result)[0]
+    assert not job.processes()
+    assert status(job)["state"] == "failed" and "shard test-0003, key " in status(job)["reason"]
+
+
+def test_a_bug_and_a_silent_rank_end_all(folder: Path) -> None:
+    """A bug keeps its traceback, and the others are silent; of a rank that does not answer, the others tell in time."""
+    job = Job(folder / "broken", 2, "exact")
+    result = disturbed(job, {"rank": 1, "at": "step", "number": 1, "do": "bug"}).check(1)
+    assert errors(result) == [] and "ValueError: a bug" in result.err
+    assert status(job)["state"] == "failed" and status(job)["reason"].startswith("rank 1 (")
+    assert status(job)["reason"].endswith("ValueError: a bug")
+    result = disturbed(job, {"rank": 1, "at": "step", "number": 1, "do": "sleep"}, "--timeout", 3).check(1)
+    assert len(errors(result)) == 1, result.err
+    assert "lost another rank in a collective, no answer within --timeout 3 s" in errors(result)[0]
+    assert status(job)["state"] == "failed" and "--timeout 3 s" in status(job)["reason"]
+
+
+def test_a_loss_that_is_no_number_stops_all_at_one_step(folder: Path) -> None:
+    job = Job(folder / "infinite", 2, "exact")
+    end(job.start("--max_steps", 2, "--optimizer", "sgd"), 200).check()
+    before = (job.folder / "last.pt").read_bytes()
+    result = end(job.start("--optimizer", "sgd", "-lr", "1e30"), 200).check(1)
+    assert len(errors(result)) == 1 and "not finite" in errors(result)[0]
+    assert "the last checkpoint is untouched" in errors(result)[0]
+    assert (job.folder / "last.pt").read_bytes() == before
+    assert len(last_steps(job)) == 1 and status(job)["state"] == "failed"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = 120) -> None:
+    """Until something is so; not longer than a process lives."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.1)
