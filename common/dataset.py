@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 import webdataset as wds
 from torch.utils.data import IterableDataset, get_worker_info
 
 from common import sampling
-
 from common.collate import Made, SkippedSample, as_images
 from common.coverage import split_order
 from common.errors import UserError
@@ -30,8 +30,9 @@ from common.mixing import Mix, Piece
 from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
 from common.shard_reader import ShardReader
 from common.shards import ShardIndex
-from common.tar_index import is_side_file
+from common.tar_stream import stream_samples
 from common.transforms import ImageTransform
+from common.urls import shown
 
 Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's augmentation comes from, and the sample
 
@@ -129,57 +130,42 @@ class StreamSource:
         plan = self.plan
         os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.world_size), WORKER=str(worker), NUM_WORKERS=str(num_workers))
         seed = mix(plan.seed, epoch, BUFFER, plan.rank, worker)
-        urls = [_url(path) for path in self.index.paths]
-        sizes = dict(zip(urls, self.index.sizes.tolist(), strict=True))
-        names = dict(zip(urls, self.index.names, strict=True))
         if self.resampled and plan.window >= 0:
-            shards = [wds.ResampledShards([url for url in urls if sizes[url]], deterministic=True, worker_seed=partial(int, seed))]
+            filled = [str(number) for number in np.flatnonzero(self.index.sizes)]
+            shards = [wds.ResampledShards(filled, deterministic=True, worker_seed=partial(int, seed))]
         else:
             order = split_order(self.index.sizes, plan.window, plan.seed, epoch)
-            shards = [wds.SimpleShardList([urls[i] for i in order]), wds.split_by_node, wds.split_by_worker]
+            shards = [wds.SimpleShardList([str(number) for number in order]), wds.split_by_node, wds.split_by_worker]
         pipeline = wds.DataPipeline(
             *shards,
-            wds.tarfile_to_samples(select_files=_is_sample_file),
-            partial(_numbered, sizes=sizes, names=names),
+            partial(_read_shards, index=self.index),
             wds.shuffle(plan.window, initial=min(plan.window, 1000), rng=random.Random(seed)) if plan.window > 0 else None,
         ).repeat()
         for number, sample in enumerate(_explained(pipeline, plan.rank, worker)):
             yield mix(seed, number, AUGMENT), sample
 
     def _complete(self, samples: Iterator[Keyed], size: int) -> Iterator[Keyed]:
-        count = 0
-        for count, sample in enumerate(samples, start=1):
+        missing = size
+        for sample in samples:
+            missing -= 1
             yield sample
-        if count < size:
+        if missing:
             raise UserError(f"a loader worker of rank {self.plan.rank} has no samples; {len(self.index.paths)} shards; "
                             "use fewer workers or --sampling exact")
 
 
-def _url(path: str) -> str:
-    """What webdataset opens: an absolute path, since it takes a colon in a relative one for a scheme."""
-    return path if "://" in path else os.path.abspath(path)
-
-
-def _is_sample_file(name: str) -> bool:
-    return not is_side_file(name)
-
-
-def _numbered(samples: Iterable[dict], sizes: dict[str, int], names: dict[str, str]) -> Iterator[RawSample]:
-    """Give each sample its place in its shard, and hold the number of samples against the index."""
-    url, count = "", 0
-    for sample in samples:
-        if sample["__url__"] != url or count == sizes[url]:
-            _check_count(url, count, sizes)
-            url, count = sample["__url__"], 0
-        fields = {name: data for name, data in sample.items() if not name.startswith("__")}
-        yield RawSample(names[url], count, sample["__key__"], fields)
-        count += 1
-    _check_count(url, count, sizes)
-
-
-def _check_count(url: str, count: int, sizes: dict[str, int]) -> None:
-    if url and count != sizes[url]:
-        raise UserError(f"{sizes[url]} samples were promised, the tar gave {count}; shard {url}; it was cut or changed: write or copy it again")
+def _read_shards(shards: Iterable[dict], index: ShardIndex) -> Iterator[RawSample]:
+    """The samples of shards that webdataset gives out by number: a name may hold what it would take for a pattern or a scheme."""
+    for shard in shards:
+        number = int(shard["url"])
+        path, count = index.paths[number], 0
+        with index.storage.open(path) as file:
+            for sample in stream_samples(file, index.names[number], shown(path)):
+                yield sample
+                count += 1
+        if count != index.sizes[number]:
+            raise UserError(f"{index.sizes[number]} samples were promised, the tar gave {count}; shard {shown(path)}; "
+                            "it was cut or changed: write or copy it again")
 
 
 def _explained(pipeline: Iterable[RawSample], rank: int, worker: int) -> Iterator[RawSample]:
@@ -227,6 +213,7 @@ class BatchDataset(IterableDataset):
             for (step, row), (key, sample) in zip(piece.rows, samples, strict=False):
                 slot = self.slot(step, worker, number)
                 try:
+                    sample.check()
                     label = self.fields.label(sample)
                     image = self.fields.image(sample)
                     self.transform(image, key, as_images(self.ring[slot, row : row + 1])[0])

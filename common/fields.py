@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+MAX_NAME = 200  # letters of a class's name
+MAX_TEXT = 1 << 24  # bytes of a json: more is no label
 Data = bytes | memoryview
 
 
@@ -27,12 +30,18 @@ class SampleError(Exception):
 
 @dataclass(slots=True)
 class RawSample:
-    """A sample as its shard holds it: still compressed. `count` is its place in the shard."""
+    """A sample as its shard holds it: still compressed. `count` is its place in the shard, `fault` what is wrong with its files."""
 
     shard: str
     count: int
     key: str
     fields: Mapping[str, Data]
+    fault: str | None = None
+
+    def check(self) -> None:
+        """Raise SampleError for a sample that is torn or ambiguous."""
+        if self.fault is not None:
+            raise SampleError("torn sample", self.fault)
 
 
 @dataclass
@@ -57,10 +66,14 @@ class Fields:
         elif self._image in names and self._image is not None:
             return self._image
         else:
-            for name in names:
-                if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
-                    self._image = self._image or name
-                    return name
+            found = [name for name in names if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
+            plain = [name for name in found if "." not in name] or found
+            if len(plain) == 1:
+                self._image = self._image or plain[0]
+                return plain[0]
+            if found:
+                raise SampleError("no image", f"several fields could be it: {_listed(dict.fromkeys(found))}; name one with --image_field "
+                                              "(a key ends at the first dot of the file's name)")
         wanted = self.image_field or "an image (" + ", ".join(IMAGE_EXTENSIONS) + ")"
         raise SampleError("no image", f"wanted {wanted}, found the fields {_listed(names)}; name one with --image_field")
 
@@ -79,8 +92,10 @@ class Fields:
     def label(self, sample: RawSample) -> int:
         """The label, an int in [0, num_classes). Raises SampleError for one that is missing, broken or out of range."""
         name = self.label_name(sample.fields)
+        if len(sample.fields[name]) > MAX_TEXT:
+            raise SampleError("bad label", f"the field {name} has {len(sample.fields[name])} bytes")
         text = bytes(sample.fields[name])
-        if not text:
+        if not text.strip(b"\0 \t\r\n"):
             raise SampleError("no label", f"the field {name} is empty")
         value = self._from_json(text) if name.rpartition(".")[2] == "json" else text.decode("utf-8", "replace").strip()
         return self._number(value)
@@ -89,10 +104,10 @@ class Fields:
         """The name of the class, where the sample carries one."""
         text = sample.fields.get(self.label_field or "json")
         try:
-            meta = json.loads(bytes(text)) if text else None
-        except ValueError:
+            meta = json.loads(bytes(text)) if text and len(text) <= MAX_TEXT else None
+        except (ValueError, RecursionError):
             return None
-        return str(meta["category"]) if isinstance(meta, dict) and meta.get("category") is not None else None
+        return str(meta["category"])[:MAX_NAME] if isinstance(meta, dict) and meta.get("category") is not None else None
 
     def _from_json(self, text: bytes) -> Any:
         try:
@@ -110,15 +125,22 @@ class Fields:
     def _number(self, value: Any) -> int:
         if isinstance(value, str) and value in self._class_numbers:
             return self._class_numbers[value]
-        try:
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,18}(\.0*)?\s*", value):
+            number = int(value.partition(".")[0])
+        elif isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and value.is_integer():
             number = int(value)
-            if isinstance(value, bool) or number != (float(value) if isinstance(value, float) else number):
-                raise ValueError(value)
-        except (TypeError, ValueError, OverflowError):
-            raise SampleError("bad label", f"{str(value)[:60]!r} is neither a number nor one of the {len(self._class_numbers)} known classes") from None
+        else:
+            known = f"one of the {len(self._class_numbers)} known classes" if self._class_numbers else "is there a list of `classes` in info.json"
+            raise SampleError("bad label", f"{_short(value)} is no whole number, nor {known}")
         if number < 0 or (self.num_classes is not None and number >= self.num_classes):
-            raise SampleError("label out of range", f"{number} is not in 0 … {(self.num_classes or 0) - 1}")
+            last = self.num_classes - 1 if self.num_classes else "number of classes - 1"
+            raise SampleError("label out of range", f"{_short(number)} is not in 0 … {last}")
         return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) else "a number of many digits" if abs(value) >> 200 else str(value)
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _listed(names: Mapping[str, Any]) -> str:

@@ -1,38 +1,46 @@
-"""From what `--shard_path` says to a list of tars: folders, glob and brace patterns, files, several of them.
+"""From what `--shard_path` says to a list of tars: folders, glob and brace patterns, files, URLs, several of them.
 
     python train_single.py -s shards/train                  # a folder
     python train_single.py -s 'shards/train-{0000..0019}.tar' more/*.tar
+    python train_ddp.py -s 'https://host/data/train-{0000..0099}.tar'
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import braceexpand
 
 from common.errors import UserError
+from common.storage import Storage
+from common.urls import is_command, is_remote, is_url, shown
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz")
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+MAX_SHARDS = 10_000_000  # a pattern of more is a slip
 ADVICE = "--shard_path takes a folder of tars, tars, or a pattern; make shards with python -m common.make_shards"
 
 
-def expand(patterns: Sequence[str]) -> list[str]:
+def expand(patterns: Sequence[str], storage: Storage | None = None) -> list[str]:
     """The tars that the patterns name, in order. A name that does not exist is an error, never left out."""
-    paths = [path for pattern in patterns for path in _expand_one(pattern)]
-    twice = [path for path, count in Counter(paths).items() if count > 1]
+    paths = [path for pattern in patterns for path in _expand_one(pattern, storage or Storage())]
+    twice = [path for path, count in Counter(map(_real, paths)).items() if count > 1]
     if twice:
-        raise UserError(f"a shard is named twice; {twice[0]}; name every shard once in --shard_path")
+        raise UserError(f"a shard is named twice; {shown(twice[0])}; name every shard once in --shard_path")
     return paths
 
 
-def _expand_one(pattern: str) -> list[str]:
-    if pattern.startswith("file:"):
-        pattern = unquote(urlsplit(pattern).path)
+def _real(path: str) -> str:
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def _expand_one(pattern: str, storage: Storage) -> list[str]:
     if os.path.isdir(pattern):
         paths = sorted(str(path) for path in Path(pattern).iterdir() if path.name.endswith(SUFFIXES) and path.name[0] != ".")
         if not paths:
@@ -40,8 +48,18 @@ def _expand_one(pattern: str) -> list[str]:
         return paths
     if os.path.exists(pattern):
         return [pattern]
-    names = list(braceexpand.braceexpand(pattern)) if "{" in pattern else [pattern]
-    paths = [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else [name])]
+    if pattern.startswith("file:"):
+        return _expand_one(unquote(urlsplit(pattern).path), storage)
+    if is_command(pattern):
+        storage.check_command(pattern)
+        return _braces(pattern)
+    if is_url(pattern):
+        return [path for url in _braces(pattern) for path in storage.listed(url)]
+    return _local(pattern)
+
+
+def _local(pattern: str) -> list[str]:
+    paths = [path for name in _braces(pattern) for path in (sorted(glob.glob(name)) if glob.has_magic(name) else [name])]
     if not paths:
         raise UserError(f"nothing matches the pattern; {pattern}; {ADVICE}")
     missing = [path for path in paths if not os.path.exists(path)]
@@ -51,13 +69,44 @@ def _expand_one(pattern: str) -> list[str]:
     return paths
 
 
+def _braces(pattern: str) -> list[str]:
+    if "{" not in pattern:
+        return [pattern]
+    try:
+        names = list(islice(braceexpand.braceexpand(pattern, escape=False), MAX_SHARDS + 1))
+    except ValueError as error:
+        raise UserError(f"not a pattern ({error}); {pattern}; --shard_path takes braces such as {{0000..0019}}") from None
+    if len(names) > MAX_SHARDS:
+        raise UserError(f"more than {MAX_SHARDS} shards; {pattern}; correct the numbers in its braces")
+    return names
+
+
 def shard_names(paths: Sequence[str]) -> list[str]:
     """What logs and traces call each shard: the file's name without `.tar`, with its folders where that is not unique."""
-    parts = [Path(_without_suffix(path)).parts for path in paths]
-    depth = 1
-    while len({part[-depth:] for part in parts}) < len(parts):
+    parts = [Path(_without_suffix(shown(path))).parts for path in paths]
+    depth, deepest = 1, max(map(len, parts), default=1)
+    while depth < deepest and len({part[-depth:] for part in parts}) < len(parts):
         depth += 1
-    return ["/".join(part[-depth:]) for part in parts]
+    names = ["/".join(part[-depth:]) for part in parts]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name}~{number}" for number, name in enumerate(names)]  # such as a.tar and a.tar.gz, or URLs with a query
+
+
+def gaps(paths: Sequence[str]) -> list[str]:
+    """Names that are missing from a numbered series, such as data-3.tar between data-2.tar and data-4.tar."""
+    series: dict[tuple[str, str], dict[int, int]] = {}
+    for path in paths:
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", path, re.DOTALL)
+        if match:
+            series.setdefault((match[1], match[3]), {})[int(match[2])] = len(match[2])
+    found = []
+    for (before, after), numbers in series.items():
+        width = min(numbers.values())
+        span = range(min(numbers), max(numbers))
+        if len(span) < 2 * len(numbers):  # dates and hashes are no series
+            found += [f"{before}{number:0{width}d}{after}" for number in span if number not in numbers]
+    return found
 
 
 def _without_suffix(path: str) -> str:

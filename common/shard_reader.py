@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from common import tar_index
 from common.errors import UserError
-from common.fields import RawSample
-from common.shards import ShardIndex, load_samples
+from common.fields import Data, RawSample
+from common.shards import ShardIndex
+from common.urls import shown
 
 MAX_OPEN = 32  # files open at a time; a new one costs 0.02 ms
-MAX_INDEXES = 256  # shards whose index is kept in memory
+MAX_OPEN_CACHED = 2  # of a cache with a limit, where what is open cannot make room
+MAX_SAMPLES = 200_000  # places that are kept in memory: 0.6 kB each
 MAX_GAP = 1 << 16  # bytes between two members that are read along rather than in a call of their own
 
 
@@ -26,7 +27,11 @@ class ShardReader:
     def __init__(self, index: ShardIndex):
         self.index = index
         self._files: OrderedDict[int, int] = OrderedDict()
+        self._paths: dict[int, str] = {}  # where the open ones lie
         self._samples: OrderedDict[int, list[tar_index.Sample]] = OrderedDict()
+        self._faults: dict[int, dict[int, str]] = {}
+        self._num_samples = 0
+        self._max_open = MAX_OPEN_CACHED if index.storage.cache_bytes is not None else MAX_OPEN
         self._buffer = bytearray(1 << 20)
 
     def read(self, shard: int, place: int) -> RawSample:
@@ -34,12 +39,14 @@ class ShardReader:
         members = self._members(shard)[place]
         start = min(member.offset for member in members)
         stop = max(member.offset + member.size for member in members)
+        data: dict[str, Data]
         if stop - start > sum(member.size for member in members) + MAX_GAP * len(members):
             data = {m.extension.lower(): bytes(self._read(shard, m.offset, m.offset + m.size)) for m in members}
         else:
             view = self._read(shard, start, stop)
             data = {m.extension.lower(): view[m.offset - start : m.offset - start + m.size] for m in members}
-        return RawSample(self.index.names[shard], place, tar_index.split_name(members[0].name)[0], data)
+        key = tar_index.split_name(members[0].name)[0]
+        return RawSample(self.index.names[shard], place, key, data, self._faults[shard].get(place))
 
     def _read(self, shard: int, start: int, stop: int) -> memoryview:
         size = stop - start
@@ -48,38 +55,49 @@ class ShardReader:
         view = memoryview(self._buffer)[:size]
         done = 0
         while done < size:
-            num_bytes = os.preadv(self._file(shard), [view[done:]], start + done)
+            try:
+                num_bytes = os.preadv(self._file(shard), [view[done:]], start + done)
+            except OSError as error:
+                raise UserError(f"a shard cannot be read ({error.strerror}) on {os.uname().nodename}; "
+                                f"{shown(self.index.paths[shard])}; check the disk, and copy the shard again") from None
             if not num_bytes:
-                raise UserError(f"the tar became shorter while it was read; shard {self.index.paths[shard]}; write or copy it again")
+                raise UserError(f"the tar became shorter while it was read; shard {shown(self.index.paths[shard])}; write or copy it again")
             done += num_bytes
         return view
 
     def _members(self, shard: int) -> list[tar_index.Sample]:
         samples = self._samples.get(shard)
         if samples is None:
-            samples = load_samples(self.index.paths[shard])
+            self._file(shard)  # opened first: what is open stays
+            samples = tar_index.load_samples(self._paths[shard])
             if len(samples) != self.index.sizes[shard]:
                 raise UserError(f"{self.index.sizes[shard]} samples were promised, the tar holds {len(samples)}; "
-                                f"shard {self.index.paths[shard]}; it was cut or changed: write or copy it again")
-            self._samples[shard] = samples
-            _drop_oldest(self._samples, MAX_INDEXES)
+                                f"shard {shown(self.index.paths[shard])}; it was cut or changed: write or copy it again")
+            self._samples[shard], self._faults[shard] = samples, tar_index.sample_faults(samples)
+            self._num_samples += len(samples)
+            while self._num_samples > MAX_SAMPLES and len(self._samples) > 1:
+                oldest, dropped = self._samples.popitem(last=False)
+                self._num_samples -= len(dropped)
+                del self._faults[oldest]
         self._samples.move_to_end(shard)
         return samples
 
     def _file(self, shard: int) -> int:
-        file = self._files.get(shard)
-        if file is None:
-            file = self._files[shard] = _open(self.index.paths[shard])
-            for closed in _drop_oldest(self._files, MAX_OPEN):
-                os.close(closed)
+        if shard not in self._files:
+            while len(self._files) >= self._max_open:  # closed before another is asked for: it may have to make room
+                oldest, file = self._files.popitem(last=False)
+                del self._paths[oldest]
+                os.close(file)
+            self._paths[shard], self._files[shard] = self.index.storage.acquire(self.index.paths[shard])
         self._files.move_to_end(shard)
-        return file
+        return self._files[shard]
 
     def close(self) -> None:
         """Close every file."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+        self._paths.clear()
 
     def __getstate__(self) -> ShardIndex:
         return self.index  # a copy in another process opens its own files
@@ -87,14 +105,3 @@ class ShardReader:
     def __setstate__(self, index: ShardIndex) -> None:
         self.__init__(index)  # type: ignore[misc]
 
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(f"a shard cannot be read ({error.strerror}) on {os.uname().nodename}; {path}; "
-                        "every node needs every shard under the same path") from None
-
-
-def _drop_oldest(cache: OrderedDict, limit: int) -> Iterable:
-    return [cache.popitem(last=False)[1] for _ in range(len(cache) - limit)]

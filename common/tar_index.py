@@ -1,4 +1,4 @@
-"""Where each sample of a tar lies: scanned with `tarfile`, kept beside the tar in the format of NVIDIA DALI's wds2idx.
+"""Where each sample of a tar lies: found by a walk over its headers, kept beside the tar in the format of NVIDIA DALI's wds2idx.
 
 One text file per shard (`train-0000.idx` for `train-0000.tar`) serves two readers: ours, which needs no
 second pass over the tar, and DALI's. A line per sample, `extension offset size name` per member.
@@ -9,15 +9,20 @@ second pass over the tar, and DALI's. A line per sample, `extension offset size 
 from __future__ import annotations
 
 import os
+import sys
 import tarfile
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError
+from common.tar_format import BLOCK, Entry, FileSource, TarError, Walker
 
 VERSION = "v1.2"
-BLOCK = 512
+RESCUE = "copy or write it again, or save what can be saved: python -m common.check_shards --fix OUT"
 
 
 class Member(NamedTuple):
@@ -49,96 +54,164 @@ def is_side_file(name: str) -> bool:
     return name.rpartition("/")[2].startswith(".") or name.startswith("__MACOSX/") or "/__MACOSX/" in name
 
 
-def scan_tar(path: str | Path) -> list[Sample]:
-    """The samples of a tar in order. Raises UserError for a tar that is torn, or whose samples are.
+def is_sample_file(entry: Entry) -> bool:
+    """Whether a member belongs to a sample: a file with an extension. Raises TarError for a link to one.
 
-    Members of one sample must stand next to each other, as every sequential reader needs them to.
+    `__NAME__` at the top, which webdataset keeps for itself, holds no sample either.
     """
-    samples: list[Sample] = []
-    seen: dict[str, int] = {}
-    for member in _members(path):
-        key, extension = split_name(member.name)
-        if key not in seen:
-            seen[key] = len(samples)
-            samples.append([])
-        elif seen[key] != len(samples) - 1:
-            raise UserError(f"the files of one sample are not next to each other; shard {path}, key {key}; "
-                            "write it anew with its files sorted by name (tar --sort=name)")
-        sample = samples[-1]
-        if any(other.extension.lower() == extension.lower() for other in sample):
-            raise UserError(f"two files with one name; shard {path}, key {key}, extension {extension}; "
-                            "python -m common.check_shards --fix writes a clean copy")
-        sample.append(member._replace(extension=extension))
+    if is_side_file(entry.name) or not split_name(entry.name)[1] or entry.kind == "other" or _is_meta(entry.name):
+        return False
+    if entry.kind == "link":
+        raise TarError(f"{entry.name} is a link without data: pack with tar --dereference --hard-dereference")
+    return True
+
+
+def _is_meta(name: str) -> bool:
+    top, _, _ = name.partition("/")
+    return len(top) > 3 and top.startswith("__") and top.endswith("__")
+
+
+def sample_faults(samples: Iterable[Sample]) -> dict[int, str]:
+    """What is wrong with the samples of one tar, by place: two files of one name, or files that are not neighbours."""
+    keys = [split_name(sample[0].name)[0] for sample in samples]
+    uses = Counter(keys) if len(set(keys)) < len(keys) else {}
+    faults = {place: scattered() for place, key in enumerate(keys) if uses and uses[key] > 1}
+    for place, sample in enumerate(samples):
+        if len(sample) > 1 and len({member.extension.lower() for member in sample}) < len(sample):
+            faults[place] = duplicate(_twice(member.extension for member in sample))
+    return faults
+
+
+def scattered() -> str:
+    """What is told of a sample whose files stand in several places."""
+    return "the files of one sample are not next to each other (pack again with its files sorted by name: tar --sort=name)"
+
+
+def duplicate(extension: str) -> str:
+    """What is told of a sample that holds the same file twice."""
+    return f"two files with the extension {extension}"
+
+
+def _twice(extensions: Iterable[str]) -> str:
+    return Counter(extension.lower() for extension in extensions).most_common(1)[0][0]
+
+
+def load_samples(path: str | Path) -> list[Sample]:
+    """Where each sample of a tar lies: from the index beside it, else by a scan that is kept where it can be."""
+    samples = read_index(path)
+    if samples is None:
+        samples = scan_tar(path)
+        check_not_cut(path, samples)
+        keep_index(path, samples)
     return samples
 
 
-def _members(path: str | Path) -> list[Member]:
-    size = os.path.getsize(path)
+def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
+    """The samples of a tar in order: neighbours that share a key. Raises UserError for a tar that is torn, naming it as `shown`.
+
+    Faults of single samples are left in, see `sample_faults`: who skips errors skips them one by one.
+    """
+    samples: list[Sample] = []
+    latest = None
     try:
-        with tarfile.open(path, "r:") as tar:
-            members = [Member("", m.offset_data, m.size, m.name) for m in tar if m.isfile() and not is_side_file(m.name)]
-            end = tar.offset
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        if size == 0:
-            return []
-        raise UserError(f"not a readable tar ({error}); shard {path}; write or download it again") from None
-    if members and members[-1].offset + members[-1].size > size or end > size:
-        raise UserError(f"the tar is cut short; shard {path}; write or download it again")
-    if _unread_bytes(path, end, size):
-        raise UserError(f"the tar is damaged after byte {end}; shard {path}; write or download it again")
-    return members
-
-
-def _unread_bytes(path: str | Path, end: int, size: int) -> bool:
-    """Whether anything but zeros follows where `tarfile` stopped: it takes a torn header for the end of the tar."""
-    with open(path, "rb") as file:
-        file.seek(min(end, size))
-        return any(any(block) for block in iter(lambda: file.read(1 << 20), b""))
+        with open(path, "rb") as file:
+            walker = Walker(FileSource(file))
+            for entry in filter(is_sample_file, walker):
+                key, extension = split_name(entry.name)
+                if key != latest:
+                    samples.append([])
+                    latest = key
+                samples[-1].append(Member(extension, entry.offset, entry.size, entry.name))
+    except TarError as error:
+        raise UserError(f"{error}; shard {shown or path}; {RESCUE}") from None
+    except OSError as error:
+        raise UserError(f"a shard cannot be read ({error.strerror}); {path}; check its permissions and the disk") from None
+    if samples and not walker.has_end:
+        print(f"warning: no end mark, the tar may have been cut after its {len(samples)} samples; shard {shown or path}",
+              file=sys.stderr, flush=True)
+    return samples
 
 
 def write_index(tar: str | Path, samples: list[Sample]) -> None:
-    """Write the index of `tar` beside it, whole or not at all."""
+    """Write the index of `tar` beside it, whole or not at all. Names with blanks, which the format cannot hold: not at all."""
+    if any(word.split() != [word] for sample in samples for m in sample for word in (m.name, m.extension)):
+        return
     lines = [f"{VERSION} {len(samples)}"]
     lines += [" ".join(f"{m.extension} {m.offset} {m.size} {m.name}" for m in sample) for sample in samples]
     target = index_path(tar)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False,
+                                     encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         file.write("\n".join(lines) + "\n")
     os.chmod(file.name, 0o644)
     os.replace(file.name, target)
 
 
+def keep_index(tar: str | Path, samples: list[Sample]) -> None:
+    """Write the index where that is possible: not over a file of another kind, not into a folder that is read-only."""
+    try:
+        with open(index_path(tar), "rb") as file:
+            if not file.read(2) == b"v1":
+                return
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return
+    try:
+        write_index(tar, samples)
+    except OSError:
+        pass  # every process that needs this shard walks over it for itself
+
+
 def read_index(tar: str | Path) -> list[Sample] | None:
     """The samples as the index beside `tar` has them; None where it is missing, stale or not to be trusted."""
-    path = index_path(tar)
     try:
-        status, tar_status = path.stat(), os.stat(tar)
+        status, tar_status = index_path(tar).stat(), os.stat(tar)
         if status.st_mtime_ns < tar_status.st_mtime_ns:
             return None
-        lines = path.read_text().split("\n")
-        version, count = lines[0].split()
-        samples = [_parse(line) for line in lines[1 : int(count) + 1]]
+        samples = _parse_index(tar, tar_status.st_size)
     except (OSError, ValueError):
         return None
-    if version != VERSION or len(samples) != int(count) or not _matches(tar, samples, tar_status.st_size):
-        return None
-    return samples
+    return samples if _matches(tar, samples, tar_status.st_size) else None
+
+
+def check_not_cut(tar: str | Path, samples: list[Sample]) -> None:
+    """Raise UserError where an index, though it does not fit, shows that the tar went on: the only sign of a cut between members."""
+    try:
+        promised = _parse_index(tar, os.path.getsize(tar))
+    except (OSError, ValueError):
+        return
+    files, promised_files = [list(chain.from_iterable(found)) for found in (samples, promised)]
+    if len(promised_files) > len(files) and promised_files[: len(files)] == files:
+        raise UserError(f"the index promises {len(promised_files)} files, the tar holds {len(files)}; shard {tar}; "
+                        f"it was cut: copy it again, or remove {index_path(tar).name} if it is meant to be so")
+
+
+def _parse_index(tar: str | Path, tar_size: int) -> list[Sample]:
+    """Raises ValueError for anything but an index of this format. Nothing in it is believed before `_matches`."""
+    path = index_path(tar)
+    if path.stat().st_size > 2 * tar_size + BLOCK * 1024:
+        raise ValueError("longer than what it describes")
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    version, count = lines[0].split()
+    if version != VERSION or lines[-1] or int(count) != len(lines) - 2:
+        raise ValueError(lines[0])
+    return [_parse(line) for line in lines[1:-1]]
 
 
 def _parse(line: str) -> Sample:
     words = line.split(" ")
-    if not words[0] or len(words) % 4:  # a name with a blank in it cannot be told apart: scan instead
+    if not words[0] or len(words) % 4:
         raise ValueError(line)
     return [Member(words[i], int(words[i + 1]), int(words[i + 2]), words[i + 3]) for i in range(0, len(words), 4)]
 
 
 def _matches(tar: str | Path, samples: list[Sample], size: int) -> bool:
-    """Whether the first and last member stand where the index says, and nothing but zeros comes after."""
+    """Whether all lies within the tar, the first and last member stand where the index says, and only zeros come after."""
     if not samples:
         return size <= 20 * BLOCK
-    last = samples[-1][-1]
-    end = last.offset + -(-last.size // BLOCK) * BLOCK
-    if end > size:
+    if any(m.offset < BLOCK or m.size < 0 or m.offset + m.size > size for sample in samples for m in sample):
         return False
+    last = samples[-1][-1]
     with open(tar, "rb") as file:
         for member in (samples[0][0], last):
             file.seek(member.offset - BLOCK)
@@ -148,4 +221,5 @@ def _matches(tar: str | Path, samples: list[Sample], size: int) -> bool:
                 return False
             if header.size != member.size:
                 return False
-    return not _unread_bytes(tar, end, size)
+        file.seek(last.offset + -(-last.size // BLOCK) * BLOCK)
+        return not any(any(block) for block in iter(lambda: file.read(1 << 20), b""))
