@@ -161,3 +161,17 @@ def _shown(default: Any) -> str:
     if default is None or default is False or default == ():
         return ""
     return f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+
+
+def markdown() -> str:
+    """The flags as the table of the README."""
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(TrainConfig):
+        names = ", ".join(f"`{name}`" for name in (*field.metadata["short"], f"--{field.name}"))
+        choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        lines.append(f"| {names} | {_shown(field.default).strip(' []')} | {field.metadata['help']}{choices} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())
