@@ -93,20 +93,21 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
 
 def decode_all(data: memoryview, header: Header) -> Tensor:
     """The whole stored image, uint8 (3, height, width), channels-last. Raises DecodeError."""
-    native = _native_decoder()
-    if native is None:
-        return _from_pillow(open_with_pillow(data, "JPEG"))
-    try:
-        return native(torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8))
-    except RuntimeError as error:
-        message = re.sub(r".*\.cpp:\d+, ", "", str(error).partition("\n")[0])  # less the place in torchvision's source
+    native, message = _native_decoder(), ""
+    if native is not None:
+        try:
+            return native(torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8))
+        except RuntimeError as error:
+            message = re.sub(r".*\.cpp:\d+, ", "", str(error).partition("\n")[0])  # less the place in its source
+    if "truncated" not in message:
+        try:  # Pillow's libjpeg is built with more (arithmetic coding)
+            return _from_pillow(open_with_pillow(data, "JPEG"))
+        except Exception as error:
+            message = message or str(error)
     if "truncated" in message:
         raise DecodeError("truncated", f"JPEG of {len(data)} bytes, {header.width} x {header.height} pixels")
-    try:  # Pillow's libjpeg is built with more (arithmetic coding)
-        return _from_pillow(open_with_pillow(data, "JPEG"))
-    except Exception:
-        cause = "unsupported" if re.search("support|sorry", message, re.IGNORECASE) else "corrupt"
-        raise DecodeError(cause, f"JPEG: {message}") from None
+    cause = "unsupported" if re.search("support|sorry", message, re.IGNORECASE) else "corrupt"
+    raise DecodeError(cause, f"JPEG: {message}")
 
 
 def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:

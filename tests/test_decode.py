@@ -446,3 +446,4 @@ def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch: pytest.
     monkeypatch.setattr(jpeg, "_native_decoder", lambda: None)
     assert torch.equal(decode_image(data), expected)
     assert torch.equal(open_image(data).pixels(Box(0, 9, 0, 9), skip_rows=True), expected[:, :9, :9])
+    assert cause_of(data[: len(data) // 2]) == "truncated"
