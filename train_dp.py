@@ -24,6 +24,7 @@ from common.nodes import check_same_settings
 from common.optim import amp_dtype, build_optimizer, grad_scaler
 from common.plan import Plan
 from common.records import keep_records
+from common.storage import Storage
 from common.step import Recipe, Stepper
 from common.transforms import ImageTransform
 from common.watch import make_watch
@@ -43,8 +44,9 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
 
     # The data; the folder of the run, and the checkpoint that it goes on from, if any.
     fields = Fields(config.image_field, config.label_field)
-    data = open_shards(world, config.shard_path, fields)
-    val_data = open_shards(world, config.val_path, fields) if config.val_path else None
+    storage = Storage(config.cache_dir, config.cache_size, config.allow_pipe, config.timeout, config.on_error == "skip")
+    data = open_shards(world, config.shard_path, fields, storage, config.sampling == "exact")
+    val_data = open_shards(world, config.val_path, fields, storage) if config.val_path else None
     folder, saved = open_run(world, "train_dp", config.output, config.resume)
 
     # Which sample is read when and by whom: arithmetic, fixed from here on.
@@ -72,7 +74,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         scaler = grad_scaler(world.device, amp_dtype(config.amp))
         recipe = Recipe(
             lr=config.lr, schedule=config.schedule, warmup_steps=round(config.warmup_epochs * plan.steps_per_epoch),
-            total_steps=plan.num_epochs * plan.steps_per_epoch, label_smoothing=config.label_smoothing,
+            total_steps=plan.total_steps(state.progress), label_smoothing=config.label_smoothing,
             accum=config.accum, clip_grad=config.clip_grad, amp=amp_dtype(config.amp), memory_format=memory_format,
             seed=plan.seed, num_replicas=len(devices))
         stepper = Stepper(model, optimizer, scaler, recipe, world, watch)
@@ -85,7 +87,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
 
         run = Run(
             world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records,
-            state=state, stop=stop, num_steps=plan.total_steps, save_every=config.save_every,
+            state=state, stop=stop, num_steps=plan.end_step(state.progress), save_every=config.save_every,
             max_errors=config.max_errors)
         run.restore(saved)
         records.finish(fit(run))

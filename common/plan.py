@@ -14,6 +14,7 @@ from typing import Any
 from common import sampling
 from common.coverage import split_coverage, split_deal, split_order
 from common.errors import UserError
+from common.sampling import Progress
 from common.shards import ShardIndex
 
 SAME_ALWAYS = ("sampling", "seed", "shuffle", "num_samples", "num_classes", "data_digest")
@@ -65,10 +66,15 @@ class Plan:
     def steps_per_epoch(self) -> int:
         return sampling.num_steps(self.epoch_samples, self.global_batch, drop_last=self.sampling != "exact")
 
-    @property
-    def total_steps(self) -> int:
-        """Optimiser steps of the whole run."""
-        total = self.num_epochs * self.steps_per_epoch
+    def total_steps(self, progress: Progress) -> int:
+        """Optimiser steps of all epochs, as seen from `progress`: a batch of another size changes what is left."""
+        drop_last = self.sampling != "exact"
+        left = sampling.num_steps(self.epoch_samples - progress.position, self.global_batch, drop_last)
+        return progress.global_step + left + (self.num_epochs - progress.epoch - 1) * self.steps_per_epoch
+
+    def end_step(self, progress: Progress) -> int:
+        """The optimiser step at which the run ends: the last one, or that of --max_steps."""
+        total = self.total_steps(progress)
         return total if self.max_steps is None else min(total, self.max_steps)
 
     @property
