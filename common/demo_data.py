@@ -70,7 +70,7 @@ def draw(number: int, seed: int) -> Image.Image:
 
 
 def _pattern(name: str, x: np.ndarray, y: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """The pattern turned, scaled and shifted at random: 0 to 1, soft edges, float32 (H, W). `x` is a row, `y` a column."""
+    """The pattern, tilted, scaled and shifted at random: (H, W), 0 to 1, soft edges. `x` is a row, `y` a column."""
     angle, period = random.uniform(-0.35, 0.35), random.uniform(32, 64)
     x, y = x - random.uniform(0, x.size), y - random.uniform(0, y.size)
     cos, sin = math.cos(angle) / period, math.sin(angle) / period
@@ -144,7 +144,7 @@ def make_demo_data(out: str | Path, num_images: int = 2000, seed: int = 0, num_w
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Exit status: 0 the images are there, 1 an error told in one line, 2 bad usage."""
+    """The command line. Exit status: 0 the images are there, 1 an error in one line, 2 bad usage, 130 interrupted."""
     parser = argparse.ArgumentParser("python -m common.demo_data", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="folder for the images, one subfolder per class")
@@ -160,6 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {args.out}; give the same command again", file=sys.stderr)
+        return 130
     print(f"{args.images} images of {len(CLASSES)} classes {'in' if is_new else 'were already in'} {args.out}")
     return 0
 

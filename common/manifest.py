@@ -29,13 +29,12 @@ def from_manifest(manifest: str) -> Source:
     """List the rows of a manifest. Unusable rows are rejected; a table that cannot be understood is a UserError."""
     source = Source(os.path.dirname(manifest) or ".")
     try:
-        rows = list(_rows(manifest, source.rejected))
+        columns, rows = _read(manifest, source.rejected)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"not a readable manifest ({error}); {manifest}; save it as UTF-8 text") from None
-    columns = sorted({column for _, row in rows for column in row})
-    if rows and ("path" not in columns or not {"label", "category"} & set(columns)):
+    if columns and not ("path" in columns and {"label", "category"} & columns):
         raise UserError("a manifest needs the columns `path` and `label` or `category`; "
-                        f"{manifest} has {', '.join(columns)}; rename them")
+                        f"{manifest} has {', '.join(sorted(columns))}; rename them")
     rows = list(_with_path(rows, source))
     names = _class_names(manifest, rows)
     numbers: dict[str | None, int] = {name: number for number, name in names.items()}
@@ -59,26 +58,24 @@ def from_manifest(manifest: str) -> Source:
     return source
 
 
-def _rows(manifest: str, rejected: list[tuple[str, str]]) -> Iterator[Row]:
-    """Lines as they are, blank ones left out; columns in lower case. Lines without a shape are rejected."""
+def _read(manifest: str, rejected: list[tuple[str, str]]) -> tuple[set[str], list[Row]]:
+    """The names of the columns, in lower case, and the rows; lines of JSONL that hold no object are rejected."""
+    rows: list[Row] = []
     with open(manifest, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark before the first column
         if manifest.lower().endswith((".csv", ".tsv")):
             reader = csv.DictReader(file, delimiter="\t" if manifest.lower().endswith(".tsv") else ",")
-            for row in reader:
-                row.pop(None, None)  # more values than columns
-                yield reader.line_num, {column.strip().lower(): value for column, value in row.items()}
-            return
+            reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or ()]
+            return set(names), [(reader.line_num, row) for row in reader]
         for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
             try:
-                value = json.loads(text)
+                value = json.loads(text) if text.strip() else {}
             except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict):
-                yield line, {column.strip().lower(): item for column, item in value.items()}
+                rows += [(line, {name.strip().lower(): item for name, item in value.items()})] if value else []
             else:
                 rejected.append((f"line {line}", "not a JSON object"))
+    return {name for _, row in rows for name in row}, rows
 
 
 def _with_path(rows: list[Row], source: Source) -> Iterator[Row]:

@@ -208,7 +208,7 @@ def make_keys(paths: list[str]) -> list[str]:
         number, unique = 1, key
         while unique in seen:
             number += 1
-            unique = f"{key}_{number}"
+            unique = f"{key}-{number}"
         seen.add(unique)
         keys.append(unique)
     return keys

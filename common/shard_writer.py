@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import Image
 
 from common.errors import UserError
-from common.files import read_json, write_atomic
+from common.files import read_json
 from common.image_files import Rejected, encode, prepare
 from common.tar_index import BLOCK, Member, Sample, index_path, write_index
 
@@ -84,7 +84,7 @@ def write_shard(job: ShardJob) -> Record:
             job.tar.unlink(missing_ok=True)  # of an earlier run, when its inputs could still be used
         first = samples[0][0].name if samples else ""
         record = Record(job.tar.name, first, len(samples), num_bytes, _digest(stamps), rejected)
-        write_atomic(_record_path(job.tar, job.work), json.dumps(record._asdict()))
+        _record_path(job.tar, job.work).write_text(json.dumps(record._asdict()))  # a torn one is no record
         return record
     except OSError as error:
         raise UserError(f"cannot write a shard ({error.strerror}); {job.tar}; {GO_ON}") from None
@@ -93,7 +93,7 @@ def write_shard(job: ShardJob) -> Record:
 
 
 def read_record(tar: Path, work: Path) -> Record | None:
-    """The record of a shard that was written before and is still there. `stamp` tells whether its inputs are the same."""
+    """The record of a shard that was written before and is still there. `stamp` tells if its inputs are the same."""
     try:
         record = Record(**read_json(_record_path(tar, work)))
         if record.num_samples and not (_holds(tar, record) and index_path(tar).exists()):

@@ -44,7 +44,7 @@ def _construct(name: str, root: str, split: str | None) -> Any:
     from torchvision import datasets  # takes a second and 200 MB: only for those who need it
 
     constructor: Any = getattr(datasets, name, None)
-    if not inspect.isclass(constructor) or not hasattr(constructor, "__getitem__"):
+    if not inspect.isclass(constructor) or not issubclass(constructor, datasets.VisionDataset):
         raise UserError(f"torchvision has no data set {name}; torchvision:{name}; "
                         "the names are those in torchvision.datasets, such as CIFAR10")
     parameters = inspect.signature(constructor).parameters
