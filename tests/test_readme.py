@@ -1,0 +1,66 @@
+"""The README is true: its commands run as pasted, its flags are the scripts', the quickstart does what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import TrainConfig
+from tests.helpers import ROOT, end, start
+
+README = (ROOT / "README.md").read_text()
+LATER = ("bash launch/", "sbatch ", "srun ")  # the quickstart and Slurm have tests of their own; this is what test.sh runs
+
+
+def commands() -> list[str]:
+    """Every command of every bash block, in order."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
+    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line and not line.startswith(LATER)]
+
+
+@pytest.mark.slow
+def test_commands_run_as_pasted(tmp_path: Path) -> None:
+    """In a copy of the project with a folder of images, one after the other, exit 0 each."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "demo", ".*_cache"))
+    subprocess.run([sys.executable, "-m", "common.demo_data", "images", "--images", "60"], cwd=copy, check=True, timeout=120)
+    shown = commands()
+    assert len(shown) >= 8
+    for line in shown:
+        local = line.replace("torchrun --nproc_per_node", "torchrun --standalone --nproc_per_node")  # free port: others run here, too
+        end(start(["bash", "-c", local], cwd=copy, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", CUDA_VISIBLE_DEVICES="",
+                  PYTHONPATH=str(copy)), 180).check()
+
+
+def test_every_flag_is_in_the_readme() -> None:
+    import dataclasses
+
+    missing = [field.name for field in dataclasses.fields(TrainConfig) if f"--{field.name}" not in README]
+    assert not missing
+
+
+def test_it_says_nothing_of_machines() -> None:
+    """No path or host of the machine that it was written on."""
+    assert not re.search(r"/work/|/home/|/root/|https?://(?!www\.|pytorch|docs)", README)
+
+
+@pytest.mark.slow
+def test_quickstart_trains_to_ninety_percent_and_reuses_what_is_there(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "demo", ".*_cache"))
+    (copy / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    line = ["bash", "launch/quickstart.sh"]
+    first = end(start(line, cwd=copy, CUDA_VISIBLE_DEVICES=""), 900).check()
+    found = re.search(r"validation top-1: ([\d.]+) %", first.out)
+    assert found and float(found[1]) >= 90
+    folder = re.search(r"files of the run: (\S+)", first.out)
+    assert folder and (copy / folder[1] / "best.pt").exists()
+    shards = {path: path.stat().st_mtime_ns for path in (copy / "demo").rglob("*.tar")}
+    end(start([*line, "--max_steps", "2"], cwd=copy, CUDA_VISIBLE_DEVICES=""), 300).check()
+    assert shards == {path: path.stat().st_mtime_ns for path in (copy / "demo").rglob("*.tar")}
