@@ -56,7 +56,7 @@ train_until_complete() { # COMMAND...: run it; a run that was stopped goes on wh
     [[ $output/last.pt -nt $started ]] || { say "it saved nothing in this time: not queued again"; exit 1; }
     ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || { say "it was started again $max_restarts times: not queued again"; exit 1; }
     say "queued again"
-    scontrol requeue "$SLURM_JOB_ID" && { sleep 60 & wait $! || :; } && exit 0 # Slurm ends the job meanwhile
+    scontrol requeue "$SLURM_JOB_ID" && exit 0 # from here on Slurm looks at no exit code
     say "Slurm refuses to queue it again; it goes on with: sbatch ... --output $output --resume auto"
     exit 1
 }
