@@ -22,29 +22,40 @@ from common.evaluation import Validation
 from common.fields import Fields
 from common.loader import Loader
 from common.mixing import Mix
+from common.nodes import check_shards
 from common.plan import Plan
 from common.run_folder import RunFolder
 from common.sampling import Progress, num_steps
 from common.shards import ShardIndex
+from common.storage import Storage
 from common.transforms import ImageTransform
 
 Saved = dict[str, Any]
 
 
-def open_shards(world: World, patterns: Sequence[str], fields: Fields) -> ShardIndex:
-    """The index of a data set: read or made by rank 0, the same on every rank."""
+def open_shards(world: World, patterns: Sequence[str], fields: Fields, storage: Storage | None = None, exact: bool = True) -> ShardIndex:
+    """The index of a data set: read or made by rank 0, the same on every rank, of shards that every node sees.
+
+    `exact`: they are going to be read by position, as validation always does.
+    """
     bar = partial(tqdm, desc="scanning shards", disable=None, leave=False)
-    return world.on_main(lambda: ShardIndex.open(patterns, fields, progress=lambda items, total: bar(items, total=total)))
+    index = world.on_main(lambda: ShardIndex.open(patterns, fields, lambda items, total: bar(items, total=total), storage))
+    if exact:
+        index.storage.check_positions(index.paths)
+    check_shards(world, index.paths)
+    return index
 
 
 def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:
     """The folder of the run, and the checkpoint that it goes on from (None: from the start), the same on every rank."""
     def find() -> tuple[RunFolder, Saved | None]:
-        folder = RunFolder.open(script, output, resume=resume == "auto")
+        folder = RunFolder.open(script, output, resume=resume != "none")
         checkpoint.clean(folder.path)
         if resume == "auto" or folder.restarted:  # a restart goes on by itself
             found = checkpoint.newest(folder.path)
             if found is not None or resume in ("none", "auto"):
+                if found is None:
+                    print(f"no checkpoint in {folder.path}: the run starts from the beginning", flush=True)
                 return folder, found[1] if found else None
         return folder, None if resume == "none" else checkpoint.load_for_resume(Path(resume))
 
@@ -73,7 +84,7 @@ def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: 
     """The validation set, in its own order; batch t goes whole to rank t % world size."""
     epochs = EpochPlan(data.num_samples, batch_size, 1, world.rank, world.size, seed=0, window=-1)
     dataset = BatchDataset(ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0),
-                           classified(fields, data), ImageTransform(image_size, "center"))
+                           classified(fields, data), ImageTransform(image_size, "center"), data.storage.skip_errors)
     return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size), data.num_classes)
 
 
