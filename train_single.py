@@ -14,8 +14,11 @@ import torch
 
 from common.assembly import choose_seed, make_validation, open_run, open_shards, train_loader
 from common.config import TrainConfig
+from common.device_settings import set_up_device, with_sync_bn
 from common.distributed import World, choose_devices, single_process
+from common.dummy import dummy_index
 from common.entry import run_script
+from common.examination import examine, trained_weights
 from common.fields import Fields
 from common.loop import Run, State, fit
 from common.model import Normalized, build_model
@@ -40,12 +43,22 @@ def main() -> None:
 def train(config: TrainConfig, world: World, devices: list[torch.device]) -> None:
     """Put a run together from the config, and let it run. Every rank does the same."""
     check_same_settings(world, dataclasses.asdict(config))
+    set_up_device(world, deterministic=config.deterministic, amp=config.amp, sync_bn=config.sync_bn)
+    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
 
     # The data; the folder of the run, and the checkpoint that it goes on from, if any.
     fields = Fields(config.image_field, config.label_field)
     storage = Storage(config.cache_dir, config.cache_size, config.allow_pipe, config.timeout, config.on_error == "skip")
-    data = open_shards(world, config.shard_path, fields, storage, config.sampling == "exact")
     val_data = open_shards(world, config.val_path, fields, storage) if config.val_path else None
+    validation = make_validation(
+        val_data, config.batch_size, config.num_workers, world, fields, config.image_size) if val_data else None
+    if validation and config.evaluate:
+        weights = trained_weights(world, config.resume, config.output, config.weights)
+        module, _ = build_model(config.arch, validation.num_classes, weights, 0, config.image_size, new_head=False)
+        recipe = Recipe(lr=0.0, amp=amp_dtype(config.amp), memory_format=memory_format)
+        return examine(module, validation, recipe, world, stop, config.predictions)
+    data = dummy_index(config.epoch_samples or 0) if config.dummy else open_shards(
+        world, config.shard_path, fields, storage, config.sampling == "exact")
     folder, saved = open_run(world, "train_single", config.output, config.resume)
 
     # Which sample is read when and by whom: arithmetic, fixed from here on.
@@ -61,7 +74,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         module, notes = build_model(config.arch, plan.num_classes, config.weights, plan.seed, config.image_size)
         for note in notes:
             records.report.note(note)
-        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        module = with_sync_bn(module, config.sync_bn)
         module.to(world.device).to(memory_format=memory_format)
         if config.compile:
             module.compile()
@@ -81,13 +94,11 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         # What it reads.
         transform = ImageTransform(config.image_size, config.augment)
         loader = train_loader(plan, data, world.rank, state.progress, fields, transform, config.on_error == "skip")
-        validation = make_validation(
-            val_data, config.batch_size, config.num_workers, world, fields, config.image_size) if val_data else None
 
         run = Run(
             world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records,
             state=state, stop=stop, num_steps=plan.end_step(state.progress), save_every=config.save_every,
-            max_errors=config.max_errors)
+            max_errors=config.max_errors, profile=config.profile)
         run.restore(saved)
         records.finish(fit(run))
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common import checkpoint
+from common import checkpoint, dummy
 from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
 from common.distributed import World
+from common.dummy import DummySource, Noise
 from common.evaluation import Validation
 from common.fields import Fields
 from common.loader import Loader
@@ -72,12 +73,18 @@ def choose_seed(world: World, seed: int | None, saved: Saved | None) -> int:
 def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fields: Fields, transform: ImageTransform,
                  skip_errors: bool) -> Loader:
     """The loader of one rank's part of every step that is left."""
-    num_workers = plan.workers_of(rank)
+    num_workers, known = plan.workers_of(rank), classified(fields, data)
     epochs = EpochPlan(plan.epoch_samples, plan.global_batch, plan.num_epochs, rank, plan.world_size, plan.seed, plan.shuffle,
                        drop_last=plan.sampling != "exact", progress=progress)
-    source: Source = ExactSource(data, epochs) if plan.sampling == "exact" else StreamSource(data, epochs, plan.sampling == "resampled")
+    source: Source
+    if not data.paths:
+        source, known, transform = DummySource(data, epochs), dummy.FIELDS, Noise(transform.size)
+    elif plan.sampling == "exact":
+        source = ExactSource(data, epochs)
+    else:
+        source = StreamSource(data, epochs, plan.sampling == "resampled")
     mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
-    return Loader(BatchDataset(source, mixing, classified(fields, data), transform, skip_errors), num_workers)
+    return Loader(BatchDataset(source, mixing, known, transform, skip_errors), num_workers)
 
 
 def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: World, fields: Fields, image_size: int) -> Validation:

@@ -5,173 +5,174 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, get_args, get_type_hints
+from functools import partial
+from typing import Any
 
-from common.errors import UserError
+from common.errors import UsageError
+from common.flags import flag, parse, underscored
 
+_data, _model, _optimisation = (partial(flag, group=name) for name in ("data", "model", "optimisation"))
 
-class UsageError(UserError):
-    """Bad usage: exit 2."""
-
-
-def flag(default: Any, help: str, *short: str, choices: Sequence[str] = (), group: str = "run") -> Any:
-    """A field of the command line. `{default}` in the help is filled in."""
-    metadata = {"help": help, "short": short, "choices": choices, "group": group}
-    return dataclasses.field(default=default, metadata=metadata)
+RANGES: dict[str, tuple[float, float]] = {  # of numbers: from the first up to, not including, the second
+    **dict.fromkeys(("batch_size", "n_epochs", "accum", "image_size", "report_growth", "epoch_samples", "max_steps",
+                     "save_every", "timeout"), (1, math.inf)),
+    **dict.fromkeys(("num_workers", "max_errors", "weight_decay", "warmup_epochs", "clip_grad", "lr", "report_s"),
+                    (0, math.inf)),
+    "shuffle": (-1, math.inf), "momentum": (0, 1), "label_smoothing": (0, 1), "seed": (0, 1 << 63),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """All flags of the three scripts. Rejects nonsense with a line that names the flag."""
 
-    # data
-    shard_path: tuple[str, ...] = flag(("./test_shards/",), "shards to train on: folders, tars, glob or brace patterns", "-s", group="data")
-    val_path: tuple[str, ...] = flag((), "shards to validate on after every epoch (none)", group="data")
-    sampling: str = flag("exact", "exact: every sample once per epoch; split: shards dealt to ranks and workers; resampled: shards drawn with replacement",
-                         choices=("exact", "split", "resampled"), group="data")
-    shuffle: int = flag(5000, "samples to shuffle among: width of a window (exact), buffer of a worker (split, resampled); -1 keeps the shards' order", group="data")
-    mix: str = flag("none", "join what several workers read into one batch (split, resampled)", choices=("none", "pooled", "shuffle", "queue"), group="data")
-    epoch_samples: int | None = flag(None, "samples that an epoch counts, over all ranks (split, resampled; the size of the data set)", group="data")
-    image_field: str | None = flag(None, "field that holds the image (the first sample decides)", group="data")
-    label_field: str | None = flag(None, "field that holds the label (json, else cls)", group="data")
-    image_size: int = flag(224, "side of the training images, pixels", group="data")
-    augment: str = flag("crop", "crop: random resized crop and flip; center: resize and centre crop", choices=("crop", "center"), group="data")
-    batch_size: int = flag(64, "samples per step of one process: of one rank in DDP, of all replicas together in DP", "-b", group="data")
-    num_workers: int = flag(2, "loader processes per rank; 0 reads in the main process", "-w", group="data")
-    on_error: str = flag("stop", "a sample that cannot be used: stop, or skip and count it", choices=("stop", "skip"), group="data")
-    max_errors: int = flag(100, "skipped samples, over all ranks, after which the run stops", group="data")
-    # model
-    arch: str = flag("resnet18", "a torchvision classification model by name, or tiny", group="model")
-    weights: str = flag("none", "none, DEFAULT (torchvision's) or a file", group="model")
-    # optimisation
-    n_epochs: int = flag(10, "epochs", group="optimisation")
-    optimizer: str = flag("adam", "optimiser", choices=("adam", "adamw", "sgd"), group="optimisation")
-    lr: float = flag(1e-4, "learning rate", "-lr", group="optimisation")
-    betas: tuple[float, float] = flag((0.9, 0.999), "betas of adam and adamw", group="optimisation")
-    momentum: float = flag(0.9, "momentum of sgd", group="optimisation")
-    weight_decay: float = flag(0.0, "weight decay, not applied to norms and biases", group="optimisation")
-    label_smoothing: float = flag(0.0, "label smoothing, 0 to 1", group="optimisation")
-    schedule: str = flag("constant", "learning rate over the steps", choices=("constant", "cosine"), group="optimisation")
-    warmup_epochs: float = flag(0.0, "epochs over which the learning rate rises from 0", group="optimisation")
-    accum: int = flag(1, "micro-batches that a batch is cut into: the same gradient in less memory", group="optimisation")
-    clip_grad: float = flag(0.0, "largest norm of the gradient; 0 does not clip", group="optimisation")
-    max_steps: int | None = flag(None, "optimiser steps of the whole run after which it saves and ends (all epochs)", group="optimisation")
-    amp: str = flag("none", "mixed precision", choices=("none", "bf16", "fp16"), group="optimisation")
-    channels_last: bool = flag(False, "model in channels-last memory", group="optimisation")
-    compile: bool = flag(False, "torch.compile the model", group="optimisation")
-    # run
+    shard_path: tuple[str, ...] = _data(
+        ("./test_shards/",), "shards to train on: folders, tars, glob or brace patterns", "-s")
+    val_path: tuple[str, ...] = _data((), "shards to validate on after every epoch (none)")
+    sampling: str = _data(
+        "exact", "exact: every sample once per epoch; split: shards dealt to ranks and workers; "
+        "resampled: shards drawn with replacement", choices=("exact", "split", "resampled"))
+    shuffle: int = _data(
+        5000, "samples to shuffle among: width of a window (exact), buffer of a worker (split, resampled); "
+        "-1 keeps the shards' order")
+    mix: str = _data(
+        "none", "join what several workers read into one batch (split, resampled)",
+        choices=("none", "pooled", "shuffle", "queue"))
+    epoch_samples: int | None = _data(
+        None, "samples that an epoch counts, over all ranks (split, resampled, dummy; the size of the data set)")
+    image_field: str | None = _data(None, "field that holds the image (the first sample decides)")
+    label_field: str | None = _data(None, "field that holds the label (json, else cls)")
+    image_size: int = _data(224, "side of the training images, pixels")
+    augment: str = _data(
+        "crop", "crop: random resized crop and flip; center: resize and centre crop", choices=("crop", "center"))
+    batch_size: int = _data(
+        64, "samples per step of one process: of one rank in DDP, of all replicas together in DP", "-b")
+    num_workers: int = _data(2, "loader processes per rank; 0 reads in the main process", "-w")
+    on_error: str = _data("stop", "a sample that cannot be used: stop, or skip and count it", choices=("stop", "skip"))
+    max_errors: int = _data(100, "skipped samples, over all ranks, after which the run stops")
+    dummy: bool = _data(False, "synthetic data instead of shards: --epoch_samples of them, in the order of exact")
+
+    arch: str = _model("resnet18", "a torchvision classification model by name, or tiny")
+    weights: str = _model("none", "none, DEFAULT (torchvision's) or a file")
+
+    n_epochs: int = _optimisation(10, "epochs")
+    optimizer: str = _optimisation("adam", "optimiser", choices=("adam", "adamw", "sgd"))
+    lr: float = _optimisation(1e-4, "learning rate", "-lr")
+    betas: tuple[float, float] = _optimisation((0.9, 0.999), "betas of adam and adamw")
+    momentum: float = _optimisation(0.9, "momentum of sgd")
+    weight_decay: float = _optimisation(0.0, "weight decay, not applied to norms and biases")
+    label_smoothing: float = _optimisation(0.0, "label smoothing, 0 to 1")
+    schedule: str = _optimisation("constant", "learning rate over the steps", choices=("constant", "cosine"))
+    warmup_epochs: float = _optimisation(0.0, "epochs over which the learning rate rises from 0")
+    accum: int = _optimisation(1, "micro-batches that a batch is cut into: the same gradient in less memory")
+    clip_grad: float = _optimisation(0.0, "largest norm of the gradient; 0 does not clip")
+    max_steps: int | None = _optimisation(
+        None, "optimiser steps of the whole run after which it saves and ends (all epochs)")
+    amp: str = _optimisation("none", "mixed precision; fp16 on GPUs alone", choices=("none", "bf16", "fp16"))
+    channels_last: bool = _optimisation(False, "model in channels-last memory")
+    compile: bool = _optimisation(False, "torch.compile the model")
+    sync_bn: bool = _optimisation(False, "BatchNorm over the samples of all ranks (train_ddp.py on GPUs)")
+
     device: str = flag("auto", "auto takes CUDA where there is a device", choices=("auto", "cpu", "cuda"))
-    gpu: tuple[int, ...] | None = flag(None, "ids of the GPUs to use (the first; DP: all); without a GPU, their number counts replicas", "-g")
+    gpu: tuple[int, ...] | None = flag(
+        None, "ids of the GPUs to use (the first; DP: all); without a GPU, their number counts replicas", "-g")
     output: str | None = flag(None, "folder of the run (runs/<script>/<date-time>)")
     resume: str = flag("none", "none, auto (the newest checkpoint in --output) or a checkpoint")
     save_every: int | None = flag(None, "optimiser steps between checkpoints, besides one per epoch (none)")
     report_s: float = flag(15.0, "seconds until the first report line of a log file")
     report_growth: float = flag(1.1, "factor by which the time between report lines grows")
     trace: tuple[str, ...] = flag((), "print or save which sample went where, or both", choices=("print", "save"))
-    seed: int | None = flag(None, "fixes shard order, sample order, augmentation and initial weights (drawn, printed and saved)")
+    seed: int | None = flag(
+        None, "fixes shard order, sample order, augmentation and initial weights (drawn, printed and saved)")
     deterministic: bool = flag(False, "deterministic algorithms on CUDA too")
+    evaluate: bool = flag(
+        False, "validate the model of --resume or --weights on --val_path, print the numbers and end")
+    predictions: str | None = flag(
+        None, "file for --evaluate to write a JSON line per image to: shard, count, key, label, predicted, probability")
+    profile: bool = flag(False, "profile five steps; OUTPUT/profile gets a trace file per rank, for Perfetto")
     timeout: float = flag(600.0, "seconds that ranks wait for each other")
 
-    def __post_init__(self) -> None:
-        for name, least in {"batch_size": 1, "n_epochs": 1, "accum": 1, "image_size": 1, "num_workers": 0, "shuffle": -1, "max_errors": 0,
-                            "momentum": 0, "weight_decay": 0, "warmup_epochs": 0, "clip_grad": 0, "lr": 0, "report_s": 0, "report_growth": 1,
-                            "epoch_samples": 1, "max_steps": 1, "save_every": 1, "timeout": 1, "seed": 0}.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise UsageError(f"{value} is too small; --{name}; give {least} or more")
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, float) and value in (float("inf"), float("-inf")):
-                raise UsageError(f"{value} is not a finite number; --{name}; give a finite one")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UsageError(f"{self.betas} out of range; --betas; give two numbers from 0 up to, not including, 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise UsageError(f"{self.label_smoothing} out of range; --label_smoothing; give a number from 0 up to, not including, 1")
-        if self.seed is not None and self.seed >= 1 << 63:
-            raise UsageError(f"{self.seed} is too large; --seed; give less than 2**63")
-        if self.sampling == "exact" and self.mix != "none":
-            raise UsageError(f"exact sampling has an order of its own; --mix {self.mix}; use --sampling split or resampled with it")
-        if self.sampling == "exact" and self.epoch_samples is not None:
-            raise UsageError("an exact epoch is every sample once; --epoch_samples; use --sampling split or resampled with it")
-        if set(self.val_path) & set(self.shard_path):
-            raise UsageError(f"validation on training shards; --val_path {self.val_path[0]}; name other shards than --shard_path")
-        if self.gpu is not None and (len(set(self.gpu)) < len(self.gpu) or min(self.gpu, default=0) < 0):
-            raise UsageError(f"{' '.join(map(str, self.gpu))} are not ids of different devices; -g; name each GPU once, from 0 on")
-        if self.output is not None and not self.output.strip():
-            raise UsageError("an empty name; --output; name a folder")
-
     @classmethod
-    def from_command_line(cls, doc: str, arguments: Sequence[str] | None = None, **defaults: Any) -> TrainConfig:
+    def from_command_line(cls, doc: str | None, arguments: Sequence[str] | None = None, **defaults: Any) -> TrainConfig:
         """Parse the arguments of a script. `defaults` replace those of the fields. `-` and `_` are both accepted."""
-        parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-        hints, groups = get_type_hints(cls), {}
-        for field in dataclasses.fields(cls):
-            name = field.metadata["group"]
-            groups[name] = groups.get(name) or parser.add_argument_group(name)
-            _add(groups[name], field, hints[field.name], defaults.get(field.name, field.default))
         arguments = sys.argv[1:] if arguments is None else arguments
-        return cls(**vars(parser.parse_args([_underscored(argument) for argument in arguments])))
+        if "--dummy" in map(underscored, arguments):
+            defaults["sampling"] = "exact"  # whatever the script's own
+        return cls(**parse(cls, doc, arguments, defaults))
 
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_names()
+        self._check_data()
+        self._check_evaluation()
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; the command line; {self.prog} --help lists the flags")
+    def _check_numbers(self) -> None:
+        for name, (least, limit) in RANGES.items():
+            value = getattr(self, name)
+            if value is None or least <= value < limit:  # NaN is not
+                continue
+            fault = "too small" if value < least else "too large" if value >= limit else "no number"
+            below = f" and less than {limit}" if limit < math.inf else ""
+            raise UsageError(f"{value} is {fault}; --{name}; give a number of {least} or more{below}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            shown = " ".join(map(str, self.betas))
+            raise UsageError(f"{shown} out of range; --betas; give two numbers from 0 up to, not including, 1")
+        if self.warmup_epochs > self.n_epochs:
+            raise UsageError(f"{self.warmup_epochs:g} epochs of warm-up in a run of {self.n_epochs}; --warmup_epochs; "
+                             "give no more than --n_epochs")
+        if self.accum > self.batch_size:
+            raise UsageError(f"{self.accum} parts of a batch of {self.batch_size}; --accum; give --batch_size or less")
 
+    def _check_names(self) -> None:
+        for name in ("shard_path", "val_path", "output", "weights", "resume", "arch", "predictions"):
+            value = getattr(self, name)
+            if value is not None and not all(text.strip() for text in ((value,) if isinstance(value, str) else value)):
+                raise UsageError(f"an empty name; --{name}; give one, or leave the flag out")
+        if self.gpu is not None and (len(set(self.gpu)) < len(self.gpu) or min(self.gpu, default=0) < 0):
+            shown = " ".join(map(str, self.gpu))
+            raise UsageError(f"{shown} are not ids of different devices; -g; name each GPU once, from 0 on")
 
-def _underscored(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+    def _check_data(self) -> None:
+        if self.dummy:
+            self._check_dummy()
+        elif self.sampling == "exact" and self.epoch_samples is not None:
+            raise UsageError("an exact epoch is every sample once; --epoch_samples; "
+                             "use --sampling split or resampled with it")
+        if self.sampling == "exact" and self.mix != "none":
+            raise UsageError(f"exact sampling has an order of its own; --mix {self.mix}; "
+                             "use --sampling split or resampled with it")
+        if self.mix != "none" and not self.num_workers:
+            raise UsageError(f"there are no workers to mix; --mix {self.mix} with --num_workers 0; raise -w")
+        if self.mix == "pooled" and self.num_workers > self.batch_size:
+            raise UsageError(f"{self.num_workers} workers cannot share a batch of {self.batch_size}; --mix pooled; "
+                             "lower -w, or raise -b")
+        trained = {os.path.realpath(path) for path in self.shard_path}
+        same = [path for path in self.val_path if os.path.realpath(path) in trained]
+        if same and not self.evaluate:  # which does not train
+            raise UsageError(f"validation on training shards; --val_path {same[0]}; name others than --shard_path")
 
+    def _check_dummy(self) -> None:
+        if self.epoch_samples is None:
+            raise UsageError("synthetic data has no end; --dummy; say with --epoch_samples how many make an epoch")
+        for unfit, name in ((self.sampling != "exact", f"sampling {self.sampling}"), (self.val_path, "val_path"),
+                            (self.evaluate, "evaluate")):
+            if unfit:
+                raise UsageError(f"synthetic data has one order, and nothing to learn; --{name}; not with --dummy")
 
-def _add(group: Any, field: dataclasses.Field, hint: Any, default: Any) -> None:
-    """Add one field to the parser, by its type."""
-    options: dict[str, Any] = {"default": default, "dest": field.name}
-    inner = [part for part in get_args(hint) if part is not type(None)]
-    kind = hint if isinstance(hint, type) and not get_args(hint) else inner[0]
-    if get_args(kind):  # tuple[int, ...] | None
-        inner, kind = list(get_args(kind)), get_args(kind)[0]
-    if "tuple" in str(hint):
-        options["nargs"] = "+" if Ellipsis in inner or len(inner) == 1 else len(inner)
-        options["action"] = _Tuple
-        kind = inner[0]
-    if kind is bool:
-        options["action"] = "store_true"
-    else:
-        options["type"] = kind
-        options["metavar"] = None if field.metadata["choices"] else field.name.rsplit("_", 1)[-1].upper()
-    if field.metadata["choices"]:
-        options["choices"] = field.metadata["choices"]
-    options["help"] = field.metadata["help"] + _shown(default)
-    names = [*field.metadata["short"], f"--{field.name}"]
-    group.add_argument(*names, **options)
-
-
-class _Tuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
-def _shown(default: Any) -> str:
-    if default is None or default is False or default == ():
-        return ""
-    return f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-
-
-def markdown() -> str:
-    """The flags as the table of the README."""
-    lines = ["| flag | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(TrainConfig):
-        names = ", ".join(f"`{name}`" for name in (*field.metadata["short"], f"--{field.name}"))
-        choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        lines.append(f"| {names} | {_shown(field.default).strip(' []')} | {field.metadata['help']}{choices} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())
+    def _check_evaluation(self) -> None:
+        if self.predictions is not None and not self.evaluate:
+            raise UsageError("predictions are written by an evaluation; --predictions; add --evaluate")
+        if not self.evaluate:
+            return
+        if not self.val_path:
+            raise UsageError("no shards to evaluate on; --evaluate; name them with --val_path")
+        if self.resume == "none" and self.weights.lower() == "none":
+            raise UsageError("no model to evaluate; --evaluate; name a checkpoint with --resume, or --weights FILE")
+        if self.resume == "auto" and self.output is None:
+            raise UsageError("no folder to look for a checkpoint in; --evaluate --resume auto; "
+                             "name it with --output, or the checkpoint with --resume FILE")

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.config import UsageError
-from common.errors import UserError
+from common.errors import UsageError, UserError
 from common.failure import RankError, SharedError
 from common.launch_env import is_first
 

@@ -6,3 +6,7 @@
 
 class UserError(Exception):
     """A mistake or a fault outside this code, told as `what; where (shard, key, flag); what to do`."""
+
+
+class UsageError(UserError):
+    """Flags that make no sense, alone or together or on this machine: a script exits 2."""

@@ -21,6 +21,7 @@ from common.loader import on_device
 from common.metrics import BatchSums, ConfusionMatrix, batch_sums, gather_batch_sums, summarise
 from common.model import normalize
 from common.optim import autocast
+from common.predictions import Predictions
 from common.step import Recipe
 
 
@@ -41,7 +42,7 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
-             stop: Callable[[], bool]) -> dict[str, Any] | None:
+             stop: Callable[[], bool], predictions: Predictions | None = None) -> dict[str, Any] | None:
     """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
 
     `stop` is asked on every rank after each round of one batch per rank, and must answer the same on all.
@@ -53,8 +54,11 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
     try:
         for _ in range(0, data.num_batches, world.size):
             batch = next(batches, None)
-            if batch is not None:
-                rows.append(_sums(module, batch, recipe, world.device, confusion))
+            logits = None if batch is None else _logits(module, batch, recipe, world.device)
+            if batch is not None and logits is not None:
+                rows.append(_sums(batch, logits, confusion))
+            if predictions is not None:
+                predictions.add(batch, logits)
             if stop():
                 batches.close()
                 return None
@@ -66,9 +70,12 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
 
 
 @torch.inference_mode()
-def _sums(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device,
-          confusion: ConfusionMatrix) -> BatchSums:
+def _logits(module: nn.Module, batch: Batch, recipe: Recipe, device: torch.device) -> torch.Tensor:
     with autocast(device, recipe.amp):
-        logits = module(normalize(batch.image, memory_format=recipe.memory_format)).float()
+        return module(normalize(batch.image, memory_format=recipe.memory_format)).float()
+
+
+@torch.inference_mode()
+def _sums(batch: Batch, logits: torch.Tensor, confusion: ConfusionMatrix) -> BatchSums:
     confusion.update(logits, batch.label)
     return batch_sums(batch.step.step, logits, batch.label, F.cross_entropy(logits, batch.label, reduction="none"))

@@ -20,6 +20,7 @@ from common.evaluation import Validation, evaluate
 from common.failure import SharedError
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
+from common.profiling import profiled
 from common.records import Records
 from common.resume import take_over
 from common.sampling import Progress
@@ -43,6 +44,7 @@ class Run:
     num_steps: int  # of the whole run
     save_every: int | None
     max_errors: int
+    profile: bool = False
     num_errors: int = 0  # samples skipped since this start, over all ranks
     stop_file_seconds: float = 0.0  # when it was last looked for
 
@@ -72,6 +74,9 @@ def _train(run: Run) -> bool:
     if state.progress.step and state.progress.global_step >= run.num_steps:  # ended by --max_steps, maybe not validated
         return validate(run) is None
     batches, stop = on_device(iter(run.loader), run.world.device), False
+    if run.profile:
+        file = run.records.folder.path / "profile" / f"rank{run.world.rank:05d}.json"
+        batches = profiled(batches, file, run.world.device)
     while not stop and state.progress.global_step < run.num_steps:
         batch, wait_seconds = _timed(batches)
         if batch is None:

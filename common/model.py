@@ -24,20 +24,21 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def build_model(
-    arch: str, num_classes: int, weights: str, seed: int, image_size: int | None = None
+    arch: str, num_classes: int, weights: str, seed: int, image_size: int | None = None, new_head: bool = True
 ) -> tuple[nn.Module, list[str]]:
     """The model on the CPU, in training mode, and notes to print. The scripts call it, on every rank alike.
 
     `weights` is none, DEFAULT (torchvision's, downloaded once) or a file: a state_dict, or a checkpoint of ours.
     `seed` fixes what is drawn; the global generators stay as they are. With `image_size` (pixels) the vision
     transformers are built for it, and every model is tried on one blank image of that size.
+    Weights whose head is for another number of classes get a new one, or are refused where `new_head` is False.
     Raises UserError for an unknown `arch`, a size it does not take, and weights that cannot be had, read or fitted.
     """
     _check_arch(arch)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too, for good
         module = _construct(arch, num_classes, image_size)
-    return module, load_weights(module, arch, weights)
+    return module, load_weights(module, arch, weights, new_head)
 
 
 def _check_arch(arch: str) -> None:

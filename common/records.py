@@ -14,6 +14,7 @@ from typing import Any
 
 from common.distributed import World
 from common.error_log import ErrorLog
+from common.errors import UserError
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
 from common.report import Report, ReportSettings
@@ -32,6 +33,7 @@ class Records:
     report: Report
     lock: NodeLock  # one object per process: it is re-entrant, two of them would wait for each other
     errors: ErrorLog
+    state: State
     description: dict[str, Any]  # what every checkpoint says of the run
 
     def finish(self, outcome: str) -> None:
@@ -39,6 +41,17 @@ class Records:
         self.world.on_main(lambda: self.folder.finish(outcome))
         advice = "; --resume auto goes on with it" if outcome == "stopped" else ""
         self.report.note(f"{outcome}: {self.folder.path}{advice}")
+        if outcome == "complete" and "save" in self.description["config"]["trace"] and self.world.is_main:
+            self._draw_trace()
+
+    def _draw_trace(self) -> None:
+        """Show in TensorBoard who read what. Some seconds at most, however long the trace is."""
+        from common.trace_plot import figure  # loads matplotlib
+
+        try:
+            self.report.figure("trace", figure(self.folder.path), self.state.progress.global_step)
+        except UserError as error:
+            self.report.note(f"note: no picture of the trace ({error})")
 
 
 @contextmanager
@@ -64,7 +77,8 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
         with report:
             _introduce(report, world, folder, plan, state)
             report.config(config)
-            yield Records(folder, world, attempt, report, lock, ErrorLog(folder.path, world.rank, attempt), description)
+            errors = ErrorLog(folder.path, world.rank, attempt)
+            yield Records(folder, world, attempt, report, lock, errors, state, description)
     except Exception as error:
         explained = world.explain(error)
         if world.is_main:

@@ -27,8 +27,10 @@ from common.errors import UserError
 DOWNLOAD_TIMEOUT_SECONDS = 30
 
 
-def load_weights(module: nn.Module, arch: str, weights: str) -> list[str]:
+def load_weights(module: nn.Module, arch: str, weights: str, new_head: bool = True) -> list[str]:
     """Fill `module` (on the CPU) from `weights`: none, DEFAULT or a file. Notes on what was not taken over.
+
+    A head for another number of classes starts anew; without `new_head` it does not fit.
 
     Raises UserError for weights that cannot be had, read or fitted. build_model calls it.
     """
@@ -37,7 +39,7 @@ def load_weights(module: nn.Module, arch: str, weights: str) -> list[str]:
     file = _default_file(arch) if weights.upper() == "DEFAULT" else Path(weights).expanduser()
     own = module.state_dict()
     state = _read(file, own)
-    notes = _drop_auxiliary_heads(own, state, file) + _keep_own_head(own, state, file)
+    notes = _drop_auxiliary_heads(own, state, file) + (_keep_own_head(own, state, file) if new_head else [])
     _fit(module, own, state, file)
     return notes
 

@@ -1,0 +1,52 @@
+"""`--evaluate`: a trained model on the validation set, its numbers and, on request, each image's prediction.
+
+    python train_single.py --evaluate --val_path shards/val --resume runs/…/best.pt --predictions predictions.jsonl
+
+It asks for no training shards, and makes or changes no folder of a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from common import checkpoint
+from common.distributed import World
+from common.errors import UserError
+from common.evaluation import Validation, evaluate
+from common.failure import SharedError
+from common.predictions import Predictions
+from common.step import Recipe
+from common.stop import StopSignals
+
+
+def trained_weights(world: World, resume: str, output: str | None, weights: str) -> str:
+    """Where the model comes from: the checkpoint of `--resume` (auto: the newest in `--output`), else `--weights`."""
+    if resume == "none":
+        return weights
+    if resume != "auto":
+        return resume
+    found = world.on_main(lambda: checkpoint.newest(Path(output or "")))
+    if found is None:
+        raise SharedError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume FILE")
+    return str(found[0])
+
+
+def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: StopSignals,
+            file: str | None) -> None:
+    """One validation: its numbers on stdout, and the predictions in `file`. Every rank calls it.
+
+    After a stop signal nothing is printed, and no file is left.
+    """
+    module.to(world.device).to(memory_format=recipe.memory_format)
+    predictions = Predictions(file, world) if file else None
+    try:
+        result = evaluate(module, data, recipe, world, lambda: world.sum([stop.requested])[0] > 0, predictions)
+    except UserError as error:
+        raise world.own_error(error) from None
+    if predictions is not None:
+        predictions.close(complete=result is not None)
+    if world.is_main and result is not None:
+        words = ", ".join(f"{name} {result[name]!r}{' %' * (name != 'loss')}" for name in ("loss", "top1", "top5"))
+        print(f"validation {words}, {result['samples']} samples{f'; predictions: {file}' if file else ''}", flush=True)
