@@ -40,7 +40,8 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(info, io.BytesIO(data))
 
 
-def write_shards(folder: Path, sizes: Sequence[int] = (10, 3, 7), num_classes: int = 2, name: str = "test", side: int = 48) -> Path:
+def write_shards(folder: Path, sizes: Sequence[int] = (10, 3, 7), num_classes: int = 2, name: str = "test",
+                 side: int = 48) -> Path:
     """Shards as the articles make them: name-0000.tar, …, and a json with two keys and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
@@ -65,7 +66,8 @@ class Result:
     err: str
 
     def check(self, code: int = 0) -> Result:
-        assert self.code == code, f"exit {self.code}, not {code}\n--- stdout\n{self.out[-6000:]}\n--- stderr\n{self.err[-6000:]}"
+        printed = f"--- stdout\n{self.out[-6000:]}\n--- stderr\n{self.err[-6000:]}"
+        assert self.code == code, f"exit {self.code}, not {code}\n{printed}"
         return self
 
 
@@ -93,7 +95,8 @@ def end(process: subprocess.Popen, seconds: float = 120) -> Result:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         out, err = process.communicate(timeout=10)
-        raise AssertionError(f"still running after {seconds} s\n--- stdout\n{out[-6000:]}\n--- stderr\n{err[-6000:]}") from None
+        printed = f"--- stdout\n{out[-6000:]}\n--- stderr\n{err[-6000:]}"
+        raise AssertionError(f"still running after {seconds} s\n{printed}") from None
     return Result(process.returncode, out, err)
 
 

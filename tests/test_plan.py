@@ -29,7 +29,8 @@ def test_steps_per_epoch() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.data())
-def test_a_run_whose_batch_changes_ends_with_its_data(total: int, before: int, after: int, exact: bool, data: st.DataObject) -> None:
+def test_a_run_whose_batch_changes_ends_with_its_data(total: int, before: int, after: int, exact: bool,
+                                                      data: st.DataObject) -> None:
     before = min(before, total)
     first = make((total,), "exact" if exact else "split", before, num_epochs=3)
     plan = list(steps(total, before, 3, Progress(), drop_last=not exact))

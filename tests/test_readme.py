@@ -14,7 +14,7 @@ from common.config import TrainConfig
 from tests.helpers import ROOT, end, start
 
 README = (ROOT / "README.md").read_text()
-LATER = ("bash launch/", "sbatch ", "srun ")  # the quickstart and Slurm have tests of their own; this is what test.sh runs
+LATER = ("bash launch/", "sbatch ", "srun ")  # these have tests of their own
 
 
 def commands() -> list[str]:
@@ -29,13 +29,14 @@ def test_commands_run_as_pasted(tmp_path: Path) -> None:
     """In a copy of the project with a folder of images, one after the other, exit 0 each."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "demo", ".*_cache"))
-    subprocess.run([sys.executable, "-m", "common.demo_data", "images", "--images", "60"], cwd=copy, check=True, timeout=120)
+    draw = [sys.executable, "-m", "common.demo_data", "images", "--images", "60"]
+    subprocess.run(draw, cwd=copy, check=True, timeout=120)
+    paths = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(copy)}
     shown = commands()
     assert len(shown) >= 8
     for line in shown:
-        local = line.replace("torchrun --nproc_per_node", "torchrun --standalone --nproc_per_node")  # free port: others run here, too
-        end(start(["bash", "-c", local], cwd=copy, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", CUDA_VISIBLE_DEVICES="",
-                  PYTHONPATH=str(copy)), 180).check()
+        line = line.replace("torchrun --nproc", "torchrun --standalone --nproc")  # a free port: others run here, too
+        end(start(["bash", "-c", line], cwd=copy, CUDA_VISIBLE_DEVICES="", **paths), 180).check()
 
 
 def test_every_flag_is_in_the_readme() -> None:
