@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.sampling import EpochOrder
-from tests.helpers import ROOT, TINY, Result, global_batches, rows, run, trace, write_shards
+from tests.helpers import TINY, Result, global_batches, rows, run, trace, write_shards
 
 SIZES = (10, 3, 7)
 
