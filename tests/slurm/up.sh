@@ -130,7 +130,7 @@ install_packages() {
     # Debian's packages start their daemons unless this file forbids it.
     [[ -e /usr/sbin/policy-rc.d ]] || { printf '#!/bin/sh\nexit 101\n' | install -m 755 /dev/stdin /usr/sbin/policy-rc.d; trap 'rm -f /usr/sbin/policy-rc.d' EXIT; }
     { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"; } \
-        >"$dir/log/apt.log" 2>&1 || { tail -n 5 "$dir/log/apt.log" >&2; exit 1; }
+        >"$dir/log/apt.log" 2>&1 || { tail -n 5 "$dir/log/apt.log" >&2; exit 3; } # 3: for want of packages
 }
 
 self=$(readlink -f "${BASH_SOURCE[0]}")
