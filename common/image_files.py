@@ -119,14 +119,14 @@ def _decode_as_training_does(data: bytes, strictly: bool) -> None:
     from common.decode import DecodeError, decode_image
 
     try:
-        if strictly and data.startswith(b"\xff\xd8\xff"):
-            complaint = jpeg.complaint(memoryview(data))
-            if complaint:
-                raise Rejected(complaint.splitlines()[0])
-        else:
+        if not data.startswith(b"\xff\xd8\xff"):
             decode_image(data)
+            return
+        complaint = jpeg.complaint(memoryview(data))  # decodes it, and keeps the decoder's remarks off stderr
     except DecodeError as error:
         raise Rejected(_cause(error)) from None
+    if strictly and complaint:
+        raise Rejected(complaint.splitlines()[0])
 
 
 def _cause(error: Exception) -> str:

@@ -44,11 +44,14 @@ def _construct(name: str, root: str, split: str | None) -> Any:
     from torchvision import datasets  # takes a second and 200 MB: only for those who need it
 
     constructor: Any = getattr(datasets, name, None)
-    if not inspect.isclass(constructor) or not issubclass(constructor, datasets.VisionDataset):
+    is_data_set = inspect.isclass(constructor) and issubclass(constructor, datasets.VisionDataset)
+    if not is_data_set:
         raise UserError(f"torchvision has no data set {name}; torchvision:{name}; "
                         "the names are those in torchvision.datasets, such as CIFAR10")
     parameters = inspect.signature(constructor).parameters
-    arguments: dict[str, Any] = {"download": False} if "download" in parameters else {}
+    if "root" not in parameters:
+        raise UserError(f"{name} has no files to make shards from; torchvision:{name}; choose one that takes a root")
+    arguments: dict[str, Any] = {"root": root} | ({"download": False} if "download" in parameters else {})
     if split is not None and "split" in parameters:
         arguments["split"] = split
     elif split is not None and "train" in parameters:
@@ -58,7 +61,7 @@ def _construct(name: str, root: str, split: str | None) -> Any:
     elif split is not None:
         raise UserError(f"{name} has no splits; --split {split}; leave it out, and try --val_fraction")
     try:
-        return constructor(root, **arguments)
+        return constructor(**arguments)
     except ImportError as error:
         raise UserError(f"{name} needs a package that is missing ({error.name or error}); torchvision:{name}; "
                         "install it") from None
