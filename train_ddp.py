@@ -27,8 +27,8 @@ from common.nodes import check_same_settings
 from common.optim import amp_dtype, build_optimizer, grad_scaler
 from common.plan import Plan
 from common.records import keep_records
-from common.storage import Storage
 from common.step import Recipe, Stepper
+from common.storage import Storage
 from common.transforms import ImageTransform
 from common.watch import make_watch
 

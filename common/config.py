@@ -21,8 +21,8 @@ _data, _model, _optimisation = (partial(flag, group=name) for name in ("data", "
 RANGES: dict[str, tuple[float, float]] = {  # of numbers: from the first up to, not including, the second
     **dict.fromkeys(("batch_size", "n_epochs", "accum", "image_size", "report_growth", "epoch_samples", "max_steps",
                      "save_every", "timeout"), (1, math.inf)),
-    **dict.fromkeys(("num_workers", "max_errors", "weight_decay", "warmup_epochs", "clip_grad", "lr", "report_s"),
-                    (0, math.inf)),
+    **dict.fromkeys(("num_workers", "max_errors", "weight_decay", "warmup_epochs", "clip_grad", "lr", "report_s",
+                     "cache_size"), (0, math.inf)),
     "shuffle": (-1, math.inf), "momentum": (0, 1), "label_smoothing": (0, 1), "seed": (0, 1 << 63),
 }
 
@@ -55,6 +55,11 @@ class TrainConfig:
     num_workers: int = _data(2, "loader processes per rank; 0 reads in the main process", "-w")
     on_error: str = _data("stop", "a sample that cannot be used: stop, or skip and count it", choices=("stop", "skip"))
     max_errors: int = _data(100, "skipped samples, over all ranks, after which the run stops")
+    cache_dir: str | None = _data(
+        None, "folder for plain copies of remote or compressed shards: exact sampling and validation need them (none)")
+    cache_size: float | None = _data(
+        None, "largest size of --cache_dir, GB; what is unused for longest goes (no limit)")
+    allow_pipe: bool = _data(False, "run the commands that pipe: shards are")
     dummy: bool = _data(False, "synthetic data instead of shards: --epoch_samples of them, in the order of exact")
 
     arch: str = _model("resnet18", "a torchvision classification model by name, or tiny")
@@ -129,7 +134,7 @@ class TrainConfig:
             raise UsageError(f"{self.accum} parts of a batch of {self.batch_size}; --accum; give --batch_size or less")
 
     def _check_names(self) -> None:
-        for name in ("shard_path", "val_path", "output", "weights", "resume", "arch", "predictions"):
+        for name in ("shard_path", "val_path", "output", "weights", "resume", "arch", "predictions", "cache_dir"):
             value = getattr(self, name)
             if value is not None and not all(text.strip() for text in ((value,) if isinstance(value, str) else value)):
                 raise UsageError(f"an empty name; --{name}; give one, or leave the flag out")

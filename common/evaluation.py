@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from common.collate import Batch
 from common.distributed import World
+from common.error_log import ErrorLog
 from common.loader import on_device
 from common.metrics import BatchSums, ConfusionMatrix, batch_sums, gather_batch_sums, summarise
 from common.model import normalize
@@ -42,10 +43,12 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
-             stop: Callable[[], bool], predictions: Predictions | None = None) -> dict[str, Any] | None:
+             stop: Callable[[int], bool], errors: ErrorLog,
+             predictions: Predictions | None = None) -> dict[str, Any] | None:
     """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
 
-    `stop` is asked on every rank after each round of one batch per rank, and must answer the same on all.
+    `stop` is asked on every rank after each round of one batch per rank, is told how many samples this rank had to leave
+    out in it, and must answer the same on all.
     """
     share_buffers(module, world)
     module.eval()
@@ -54,12 +57,12 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
     try:
         for _ in range(0, data.num_batches, world.size):
             batch = next(batches, None)
-            logits = None if batch is None else _logits(module, batch, recipe, world.device)
+            logits = _logits(module, batch, recipe, world.device) if batch is not None and len(batch) else None
             if batch is not None and logits is not None:
                 rows.append(_sums(batch, logits, confusion))
             if predictions is not None:
                 predictions.add(batch, logits)
-            if stop():
+            if stop(errors.add(batch, "val") if batch is not None else 0):
                 batches.close()
                 return None
     finally:

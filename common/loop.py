@@ -15,6 +15,7 @@ import torch
 from common import checkpoint
 from common.collate import Batch
 from common.distributed import World
+from common.error_log import summary
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
 from common.failure import SharedError
@@ -124,8 +125,12 @@ def validate(run: Run) -> dict[str, Any] | None:
     """The result of a validation, also reported; {} where there is nothing to validate on, None after a stop."""
     if run.validation is None:
         return {}
-    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world,
-                      lambda: run.world.sum([asked_to_stop(run)])[0] > 0)
+    def stop(skipped: int) -> bool:
+        asked, num_bad = run.world.sum([asked_to_stop(run), skipped])
+        count_errors(run, int(num_bad))
+        return asked > 0
+
+    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, stop, run.records.errors)
     if result is not None:
         records, progress = run.records, run.state.progress
         records.report.validation(progress.epoch, progress.global_step, result)
@@ -181,6 +186,16 @@ def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
     return stop
 
 
+def count_errors(run: Run, num_bad: int) -> None:
+    """Raise on all ranks when `num_bad` more samples, over all of them, are too many. Every rank calls it."""
+    run.num_errors += num_bad
+    if run.num_errors > run.max_errors:
+        latest = next(filter(None, run.world.gather(run.records.errors.latest)), "")
+        raise SharedError(f"more than --max_errors {run.max_errors} samples could not be used, {summary(run.records.skipped())} "
+                          f"(such as {latest}); {run.records.errors.path}; python -m common.check_shards finds them all: "
+                          "mend the shards, or raise --max_errors")
+
+
 def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float, int]:
     """Add up over the ranks. Raises UserError on all of them for a loss that is not finite or too many bad samples."""
     bad = run.records.errors.add(batch)
@@ -193,8 +208,5 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
         keys = ", ".join(key for keys in run.world.gather(mine) for key in keys)
         raise SharedError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {keys}; "
                           "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
-    run.num_errors += int(num_bad)
-    if run.num_errors > run.max_errors:
-        raise SharedError(f"{run.num_errors} samples could not be used; {run.records.errors.path}; "
-                          "mend the shards, or raise --max_errors")
+    count_errors(run, int(num_bad))
     return stop > 0, loss, correct, int(num_samples)

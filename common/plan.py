@@ -114,7 +114,7 @@ class Plan:
                f"{self.steps_per_epoch} steps per epoch on every rank, {self.num_epochs} epochs")
         empty = len(self.shard_names) - self.num_full_shards
         if empty:
-            yield f"warning: {empty} shards are empty"
+            yield f"warning: {empty} shards are empty, such as {self.shard_names[self.shard_sizes.index(0)]}"
         if self.deals_shards:
             yield self._dealt()
         elif self.sampling == "resampled":

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.distributed import World
-from common.error_log import ErrorLog
+from common.error_log import ErrorLog, summary
 from common.errors import UserError
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
@@ -36,9 +37,16 @@ class Records:
     state: State
     description: dict[str, Any]  # what every checkpoint says of the run
 
+    def skipped(self) -> Counter[str]:
+        """Samples that could not be used in this start of the run, by cause, over all ranks. Every rank calls it."""
+        return sum(self.world.gather(self.errors.counts), Counter())
+
     def finish(self, outcome: str) -> None:
         """Record how the run ended: "complete" or "stopped". Every rank calls it."""
         self.world.on_main(lambda: self.folder.finish(outcome))
+        skipped = self.skipped()
+        if skipped:
+            self.report.note(f"skipped {summary(skipped)}; {self.errors.path}")
         advice = "; --resume auto goes on with it" if outcome == "stopped" else ""
         self.report.note(f"{outcome}: {self.folder.path}{advice}")
         if outcome == "complete" and "save" in self.description["config"]["trace"] and self.world.is_main:

@@ -46,11 +46,11 @@ class ShardIndex:
 
     @classmethod
     def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: Progress | None = None,
-             storage: Storage | None = None, skip_errors: bool = False) -> ShardIndex:
+             storage: Storage | None = None) -> ShardIndex:
         """Read or make the index of the tars that `patterns` name. Called by rank 0, which broadcasts the result.
 
-        Raises UserError for a missing, torn or contradictory shard; for a torn sample too, unless `skip_errors`, as far as
-        tars have to be scanned. `progress` wraps that scan.
+        Raises UserError for a missing, torn or contradictory shard; for a torn sample too, unless `storage` skips errors, as
+        far as tars have to be scanned. `progress` wraps that scan.
         """
         storage = storage or Storage()
         storage.clean()
@@ -61,7 +61,7 @@ class ShardIndex:
         num_classes, classes = _known_classes(infos)
         unknown = np.flatnonzero(sizes < 0) if num_classes else np.arange(len(paths))
         _check_scannable([paths[i] for i in unknown], storage)
-        jobs = [ScanJob(paths[i], storage, None if num_classes else fields or Fields(), not skip_errors) for i in unknown]
+        jobs = [ScanJob(paths[i], storage, None if num_classes else fields or Fields(), not storage.skip_errors) for i in unknown]
         scans = _scan(jobs, progress)
         sizes[unknown] = [scan.num_samples for scan in scans]
         check_totals(infos, zip(map(folder_of, paths), map(_basename, paths), sizes.tolist(), strict=True))

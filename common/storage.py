@@ -25,9 +25,10 @@ class Storage:
     """How shards are reached. Small and picklable: every process that reads has a copy."""
 
     cache_dir: str | None = None
-    cache_bytes: int | None = None  # None: no limit
+    cache_size: float | None = None  # GB; None: no limit
     allow_pipe: bool = False
-    patience_seconds: float = 60.0  # without progress
+    timeout_seconds: float = 600.0  # that ranks wait for each other: a stall must be told before
+    skip_errors: bool = False  # samples that cannot be used are left out and counted, instead of ending the run
 
     def open(self, path: str) -> Any:
         """The bytes of a shard from front to back, as they are stored: a buffered file. Raises UserError."""
@@ -77,7 +78,8 @@ class Storage:
         if not self.cache_dir:
             for path in paths:
                 if is_remote(path) or path.endswith((".gz", ".tgz", ".bz2", ".xz")):
-                    self.acquire(path)
+                    with self.held(path):
+                        pass
 
     def check_command(self, path: str) -> None:
         """Raise UserError for a command that nobody has allowed: a list of shards must not be able to run programs."""
@@ -96,6 +98,16 @@ class Storage:
         """Remove what killed downloads have left in the cache."""
         if self.cache_dir:
             self._cache.clean()
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """The limit of the cache, None for none."""
+        return None if self.cache_size is None else int(self.cache_size * 10**9)
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a source may give nothing."""
+        return min(60.0, self.timeout_seconds / 3)
 
     @property
     def _cache(self) -> Cache:

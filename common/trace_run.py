@@ -165,6 +165,6 @@ def _skipped(run: Run) -> dict[int, np.ndarray]:
             shard, count, epoch = entry["shard"], int(entry["count"]), int(entry["epoch"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"not a skipped sample; {path} line {number}; it cannot be judged") from None
-        if shard in offsets:
+        if shard in offsets and entry.get("kind", "train") == "train":
             found.setdefault(epoch, set()).add(offsets[shard] + count)
     return {epoch: np.array(sorted(ids), dtype=np.int64) for epoch, ids in found.items()}

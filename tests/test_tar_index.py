@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.shards import ShardIndex
+from common.storage import Storage
 from common.tar_index import index_path, load_samples, read_index, sample_faults, scan_tar, split_name, write_index
 from tests.tars import by_position, by_stream, files, index_of, write_tar
 
@@ -82,7 +83,7 @@ def test_a_file_twice(tmp_path: Path, second: str) -> None:
     tar = write_tar(tmp_path / "a.tar", [image, (second, image[1]), label, *files(["b"])])
     with pytest.raises(UserError, match=r"two files with the extension jpg; shard .*a\.tar, key a;"):
         ShardIndex.open([str(tmp_path)])
-    index = ShardIndex.open([str(tmp_path)], skip_errors=True)
+    index = ShardIndex.open([str(tmp_path)], storage=Storage(skip_errors=True))
     for samples in (by_position(index), by_stream(index)):
         assert [sample.fault for sample in samples] == ["two files with the extension jpg", None]
     assert sample_faults(load_samples(tar)) == {0: "two files with the extension jpg"}
