@@ -74,17 +74,23 @@ def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fi
                  skip_errors: bool) -> Loader:
     """The loader of one rank's part of every step that is left."""
     num_workers, known = plan.workers_of(rank), classified(fields, data)
-    epochs = EpochPlan(plan.epoch_samples, plan.global_batch, plan.num_epochs, rank, plan.world_size, plan.seed, plan.shuffle,
-                       drop_last=plan.sampling != "exact", progress=progress)
-    source: Source
     if not data.paths:
-        source, known, transform = DummySource(data, epochs), dummy.FIELDS, Noise(transform.size)
-    elif plan.sampling == "exact":
-        source = ExactSource(data, epochs)
-    else:
-        source = StreamSource(data, epochs, plan.sampling == "resampled")
+        known, transform = dummy.FIELDS, Noise(transform.size)
     mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
+    source = make_source(plan, data, rank, progress)
     return Loader(BatchDataset(source, mixing, known, transform, skip_errors), num_workers)
+
+
+def make_source(plan: Plan, data: ShardIndex, rank: int, progress: Progress) -> Source:
+    """Where one rank's samples of every step that is left come from."""
+    epochs = EpochPlan(
+        plan.epoch_samples, plan.global_batch, plan.num_epochs, rank, plan.world_size, plan.seed, plan.shuffle,
+        drop_last=plan.sampling != "exact", progress=progress)
+    if not data.paths:
+        return DummySource(data, epochs)
+    if plan.sampling == "exact":
+        return ExactSource(data, epochs)
+    return StreamSource(data, epochs, plan.sampling == "resampled")
 
 
 def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: World, fields: Fields, image_size: int) -> Validation:

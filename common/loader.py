@@ -41,7 +41,7 @@ class Loader:
         mixing, dataset = self.dataset.mixing, self.dataset
         num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
         dataset.ring = shared_ring(num_slots, mixing.batch_size, dataset.transform.size)
-        made = self._made()
+        made = self.made()
         try:
             for group in mixing.groups(self._steps()):
                 num_pieces = mixing.num_workers if mixing.kind == "pooled" else len(group)
@@ -64,7 +64,8 @@ class Loader:
                           position=progress.position - back * size)
         return replace(self.dataset.source, plan=replace(self.dataset.source.plan, progress=earlier)).steps()
 
-    def _made(self) -> Generator[Made, None, None]:
+    def made(self) -> Generator[Made, None, None]:
+        """What the workers make, in the order of the steps (`queue`: as it gets ready). Raises UserError where one dies."""
         if not self.num_workers:
             yield from self.dataset
             return
