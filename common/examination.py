@@ -13,6 +13,7 @@ from torch import nn
 
 from common import checkpoint
 from common.distributed import World
+from common.error_log import ErrorLog
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
 from common.failure import SharedError
@@ -37,12 +38,18 @@ def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, s
             file: str | None) -> None:
     """One validation: its numbers on stdout, and the predictions in `file`. Every rank calls it.
 
-    After a stop signal nothing is printed, and no file is left.
+    What `--on_error skip` leaves out is listed in errors.jsonl beside `file`. After a stop signal nothing is printed,
+    and no file is left.
     """
     module.to(world.device).to(memory_format=recipe.memory_format)
+    errors = ErrorLog(Path(file or ".").parent, world.rank, attempt=0)
     predictions = Predictions(file, world) if file else None
+
+    def asked(num_skipped: int) -> bool:
+        return world.sum([stop.requested])[0] > 0
+
     try:
-        result = evaluate(module, data, recipe, world, lambda: world.sum([stop.requested])[0] > 0, predictions)
+        result = evaluate(module, data, recipe, world, asked, errors, predictions)
     except UserError as error:
         raise world.own_error(error) from None
     if predictions is not None:
