@@ -46,11 +46,12 @@ class ShardIndex:
 
     @classmethod
     def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: Progress | None = None,
-             storage: Storage | None = None) -> ShardIndex:
+             storage: Storage | None = None, labels: bool = True) -> ShardIndex:
         """Read or make the index of the tars that `patterns` name. Called by rank 0, which broadcasts the result.
 
         Raises UserError for a missing, torn or contradictory shard; for a torn sample too, unless `storage` skips errors, as
-        far as tars have to be scanned. `progress` wraps that scan.
+        far as tars have to be scanned. `progress` wraps that scan. Without `labels`, samples need not have any: nobody asks
+        for the number of classes, and the index may have 0.
         """
         storage = storage or Storage()
         storage.clean()
@@ -59,18 +60,19 @@ class ShardIndex:
         infos = {folder: _read_info(folder, storage) for folder in dict.fromkeys(map(folder_of, paths))}
         sizes = _known_sizes(paths, infos)
         num_classes, classes = _known_classes(infos)
-        unknown = np.flatnonzero(sizes < 0) if num_classes else np.arange(len(paths))
+        labels = labels and not num_classes  # they are what has to be looked for
+        unknown = np.arange(len(paths)) if labels else np.flatnonzero(sizes < 0)
         _check_scannable([paths[i] for i in unknown], storage)
-        jobs = [ScanJob(paths[i], storage, None if num_classes else fields or Fields(), not storage.skip_errors) for i in unknown]
+        jobs = [ScanJob(paths[i], storage, (fields or Fields()) if labels else None, not storage.skip_errors) for i in unknown]
         scans = _scan(jobs, progress)
         sizes[unknown] = [scan.num_samples for scan in scans]
         check_totals(infos, zip(map(folder_of, paths), map(_basename, paths), sizes.tolist(), strict=True))
         if not sizes.sum():
             raise UserError(f"no samples; all {len(paths)} shards of {shown(patterns[0])} are empty; write them anew")
-        if not num_classes:
+        if labels:
             num_classes, classes = _found_classes(scans, paths)
         index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage)
-        if scans and not any(info.path for info in infos.values()):
+        if scans and num_classes and not any(info.path for info in infos.values()):
             _keep_info(index)
         return index
 
