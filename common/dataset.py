@@ -209,14 +209,17 @@ class BatchDataset(IterableDataset):
 
     def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Decode each sample into its row of its batch."""
+        rows: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
         with torch.inference_mode():
             for (step, row), (key, sample) in zip(piece.rows, samples, strict=False):
                 slot = self.slot(step, worker, number)
+                if slot not in rows:
+                    rows[slot] = as_images(self.ring[slot]).unbind()
                 try:
                     sample.check()
                     label = self.fields.label(sample)
                     image = self.fields.image(sample)
-                    self.transform(image, key, as_images(self.ring[slot, row : row + 1])[0])
+                    self.transform(image, key, rows[slot][row])
                 except (SampleError, ValueError) as error:
                     cause = getattr(error, "cause", "bad image")
                     self._refuse(made, SkippedSample(cause, str(error), sample.shard, sample.count, sample.key))

@@ -37,10 +37,11 @@ class ShardReader:
     def read(self, shard: int, place: int) -> RawSample:
         """Sample number `place` of a shard. Its bytes are views of one buffer, valid until the next read."""
         members = self._members(shard)[place]
-        start = min(member.offset for member in members)
-        stop = max(member.offset + member.size for member in members)
+        start, stop, num_bytes = members[0].offset, 0, 0
+        for _, offset, size, _ in members:
+            start, stop, num_bytes = min(start, offset), max(stop, offset + size), num_bytes + size
         data: dict[str, Data]
-        if stop - start > sum(member.size for member in members) + MAX_GAP * len(members):
+        if stop - start > num_bytes + MAX_GAP * len(members):
             data = {m.extension.lower(): bytes(self._read(shard, m.offset, m.offset + m.size)) for m in members}
         else:
             view = self._read(shard, start, stop)

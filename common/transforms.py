@@ -60,16 +60,18 @@ class ImageTransform:
 
         data: the encoded file. key: 64 bits that stand for (seed, epoch, position). `out` is undefined after an error.
         """
+        if not torch.is_inference_mode_enabled():  # a loader enters it once for a whole batch
+            with torch.inference_mode():
+                return self(data, key, out)
         rng = random.Random(key)
-        with torch.inference_mode():
-            picture = open_image(data)
-            if self.augment == "crop":
-                self._crop(picture, rng, out)
-            else:
-                self._center(picture, out)
-            image = self.after_crop(out, rng)
-            if image is not out:
-                out.copy_(image)
+        picture = open_image(data)
+        if self.augment == "crop":
+            self._crop(picture, rng, out)
+        else:
+            self._center(picture, out)
+        image = self.after_crop(out, rng)
+        if image is not out:
+            out.copy_(image)
 
     def after_crop(self, image: Tensor, rng: random.Random) -> Tensor:
         """For subclasses: change the finished image, uint8 (3, size, size). All randomness must come from `rng`."""
@@ -157,6 +159,8 @@ def _middle(length: int, scaled: int, size: int) -> _Span:
 def _reduction(picture: Picture, box: Box, size: int) -> int:
     """By how much a JPEG may be reduced in decoding: 1, 2, 4 or 8."""
     side = min(box.bottom - box.top, box.right - box.left)
+    if side < REDUCTION_MARGIN * size * 2:
+        return 1
     return next((factor for factor in picture.reductions() if side >= REDUCTION_MARGIN * size * factor), 1)
 
 
