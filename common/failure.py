@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -46,13 +47,19 @@ def explain(error: BaseException, *, rank: int, timeout_seconds: float, token: s
     if not _is_lost_peer(error):
         _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", token, rank)
         return error
-    reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+    reason = _first_words(str(error)) or type(error).__name__
     timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
     hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
     message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
                "look at the launcher's report (a killed process leaves no words)")
     first, told = _tell(message, token, rank)
     return RankError(told or message, told=not first)
+
+
+def _first_words(text: str) -> str:
+    """The first sentence, without the place in gloo's source that it begins with."""
+    line = (text.strip().splitlines() or [""])[0]
+    return re.sub(r"^\[[^]]*:\d+\] ", "", line).partition(". ")[0][:160]
 
 
 def own_error(error: Exception, rank: int, size: int) -> Exception:

@@ -97,6 +97,8 @@ def _check_addresses(launch: Launch) -> None:
     except OSError as error:
         raise UserError(f"the address of rank 0 is not known on {_host()} ({error.strerror}); "
                         f"MASTER_ADDR {launch.master_addr}; give a name or number that every node knows") from None
+    if master.startswith("127.") and _agent_is_here(launch):
+        return  # several of torchrun's nodes on one machine
     if master.startswith("127.") and launch.master_addr != _host():
         raise UserError(f"the address of rank 0 is {_host()} itself ({master}), for {launch.num_nodes} nodes; "
                         f"MASTER_ADDR {launch.master_addr}; give the name of rank 0's node, as the other nodes know it")
@@ -104,6 +106,17 @@ def _check_addresses(launch: Launch) -> None:
         raise UserError(f"{_host()} knows itself by a loopback address ({_own_address()}), which no other node can "
                         "reach; /etc/hosts; mend it, or set GLOO_SOCKET_IFNAME to the network's interface "
                         "(ip -br addr lists them)")
+
+
+def _agent_is_here(launch: Launch) -> bool:
+    """Whether torchrun, which was there before its ranks, serves the store at an address of this machine."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        socket.create_connection((launch.master_addr, launch.master_port), timeout=3).close()
+    except OSError:
+        return False
+    return True
 
 
 def _own_address() -> str:
