@@ -177,7 +177,7 @@ def _sample_sizes(source: Source, indices: np.ndarray, options: PlanOptions) -> 
 def _file_size(path: str) -> int:
     try:
         return os.stat(path).st_size
-    except OSError:
+    except (OSError, ValueError):
         return 0  # rejected when it is its turn
 
 
@@ -187,15 +187,15 @@ def _converted_size(source: Source, index: int, resize: int | None) -> int:
         if isinstance(content, str):
             return len(prepare(Path(content).read_bytes(), extension(content), "header", resize)[0])
         return len(encode(content, resize)[0])
-    except (OSError, Rejected):
+    except (OSError, ValueError, Rejected):
         return 0
 
 
 def make_keys(paths: list[str]) -> list[str]:
     """A key for each path: the path itself without its extension, mended where it could not serve as a key.
 
-    So a key in a trace names the file it came from. Keys are distinct, hold no dot in their last part, no
-    blanks, at most MAX_KEY_BYTES + 9 bytes, and nothing that readers of tars skip.
+    So a key in a trace names the file it came from. Keys are distinct, hold no blanks and no dot in their last
+    part, and are nothing that readers of tars skip or that does not fit a plain header.
     """
     keys, seen = [], set()
     for path in paths:
@@ -204,7 +204,7 @@ def make_keys(paths: list[str]) -> list[str]:
         key = _safe("/".join([*parts, file.replace(".", "_") or "_"]))
         if len(key.encode()) > MAX_KEY_BYTES:
             tail = key.encode()[16 - MAX_KEY_BYTES :].decode(errors="ignore").lstrip("/")
-            key = f"{hashlib.sha256(path.encode(errors='surrogateescape')).hexdigest()[:15]}-{tail}"
+            key = f"{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:15]}-{tail}"
         number, unique = 1, key
         while unique in seen:
             number += 1
@@ -216,7 +216,7 @@ def make_keys(paths: list[str]) -> list[str]:
 
 # Blanks part the words of an index, and surrogates (bytes of a name that are no UTF-8) are in no encoding.
 _UNSAFE = re.compile(r"[\s\\\x00-\x1f\x7f\ud800-\udfff]")
-_HIDDEN = re.compile(r"(^|/)__")  # readers skip __name__ and __MACOSX
+_HIDDEN = re.compile(r"(^|/)__+")  # readers skip __name__ and __MACOSX
 
 
 def _safe(name: str) -> str:

@@ -174,6 +174,8 @@ def _read(path: str) -> tuple[bytes, Stamp]:
             os.close(file)
     except OSError as error:
         raise Rejected(error.strerror or str(error)) from None
+    except ValueError:  # a NUL, or what no encoding has
+        raise Rejected("not a name that a file can have") from None
     if len(data) != status.st_size:
         raise Rejected("was changed while it was read")
     return data, (status.st_size, status.st_mtime_ns)
@@ -182,7 +184,7 @@ def _read(path: str) -> tuple[bytes, Stamp]:
 def _file_stamp(path: str | None) -> Stamp:
     try:
         status = os.stat(path) if path is not None else None
-    except OSError:
+    except (OSError, ValueError):
         return None
     return status and (status.st_size, status.st_mtime_ns)
 

@@ -447,6 +447,15 @@ def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
     ]
 
 
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    rows = [{"path": path, "category": "a"} for path in ("a b.jpg", "nul\0.jpg", "half \ud83d.jpg")]
+    manifest = write_manifest(tmp_path / "data", "list.jsonl", "\n".join(map(json.dumps, rows)))
+    for name, size in (("out", None), ("sized", 5000)):
+        make_shards(str(manifest), tmp_path / name, Options(shard_size=size, seed=-1))
+        assert [key for key, *_ in samples(tmp_path / name)] == ["a_b"]
+        assert set(rejected(tmp_path / name).values()) == {"not a name that a file can have"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "parts"),
     [
