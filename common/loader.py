@@ -8,6 +8,7 @@ epoch's end but a full queue.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
@@ -55,14 +56,13 @@ class Loader:
 
     def _steps(self) -> Iterator[Step]:
         """The steps of the source; from the start of a group where the run goes on within one."""
-        progress, mixing = self.dataset.source.plan.progress, self.dataset.mixing
-        back = progress.step - mixing.group_start(progress.step)
-        if not back:
-            return self.dataset.source.steps()
-        size = self.dataset.source.plan.global_batch
+        source = copy.copy(self.dataset.source)
+        progress = source.plan.progress
+        back = progress.step - self.dataset.mixing.group_start(progress.step)
         earlier = replace(progress, step=progress.step - back, global_step=progress.global_step - back,
-                          position=progress.position - back * size)
-        return replace(self.dataset.source, plan=replace(self.dataset.source.plan, progress=earlier)).steps()
+                          position=progress.position - back * source.plan.global_batch)
+        source.plan = replace(source.plan, progress=earlier)
+        return source.steps()
 
     def made(self) -> Generator[Made, None, None]:
         """What the workers make, in the order of the steps (`queue`: as it gets ready). Raises UserError where one dies."""

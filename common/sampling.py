@@ -100,7 +100,7 @@ def _window_starts(starts: np.ndarray, window: int) -> np.ndarray:
     if window <= 0:
         return starts[[0, -1]]
     # The border that follows each border, for all of them at once; then the chain from 0 is walked.
-    following = memoryview(np.searchsorted(starts, starts + window).clip(max=len(starts) - 1))
+    following = np.searchsorted(starts, starts + window).clip(max=len(starts) - 1).data
     borders = array("q", [0])
     while borders[-1] < len(starts) - 1:
         borders.append(following[borders[-1]])
