@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from collections import Counter
@@ -23,7 +24,7 @@ from common.storage import Storage
 from common.urls import is_command, is_remote, is_url, shown
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-MAX_SHARDS = 10_000_000  # a pattern of more is a slip
+MAX_SHARDS = 2_000_000  # a pattern of more is a slip
 ADVICE = "--shard_path takes a folder of tars, tars, or a pattern; make shards with python -m common.make_shards"
 
 
@@ -72,13 +73,13 @@ def _local(pattern: str) -> list[str]:
 def _braces(pattern: str) -> list[str]:
     if "{" not in pattern:
         return [pattern]
+    spans = [abs(int(last) - int(first)) + 1 for first, last in re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", pattern)]
+    if math.prod(spans) > MAX_SHARDS:
+        raise UserError(f"more than {MAX_SHARDS} shards; {pattern}; correct the numbers in its braces")
     try:
-        names = list(islice(braceexpand.braceexpand(pattern, escape=False), MAX_SHARDS + 1))
+        return list(islice(braceexpand.braceexpand(pattern, escape=False), MAX_SHARDS))
     except ValueError as error:
         raise UserError(f"not a pattern ({error}); {pattern}; --shard_path takes braces such as {{0000..0019}}") from None
-    if len(names) > MAX_SHARDS:
-        raise UserError(f"more than {MAX_SHARDS} shards; {pattern}; correct the numbers in its braces")
-    return names
 
 
 def shard_names(paths: Sequence[str]) -> list[str]:

@@ -57,16 +57,16 @@ class ShardIndex:
         storage.clean()
         paths = expand(patterns, storage)
         _warn_of_gaps(paths)
-        infos = {folder: _read_info(folder, storage) for folder in dict.fromkeys(map(folder_of, paths))}
+        infos = {folder: read_any_info(folder, storage) for folder in dict.fromkeys(map(folder_of, paths))}
         sizes = _known_sizes(paths, infos)
-        num_classes, classes = _known_classes(infos)
+        num_classes, classes = known_classes(infos)
         labels = labels and not num_classes  # they are what has to be looked for
         unknown = np.arange(len(paths)) if labels else np.flatnonzero(sizes < 0)
         _check_scannable([paths[i] for i in unknown], storage)
         jobs = [ScanJob(paths[i], storage, (fields or Fields()) if labels else None, not storage.skip_errors) for i in unknown]
         scans = _scan(jobs, progress)
         sizes[unknown] = [scan.num_samples for scan in scans]
-        check_totals(infos, zip(map(folder_of, paths), map(_basename, paths), sizes.tolist(), strict=True))
+        check_totals(infos, zip(map(folder_of, paths), map(basename, paths), sizes.tolist(), strict=True))
         if not sizes.sum():
             raise UserError(f"no samples; all {len(paths)} shards of {shown(patterns[0])} are empty; write them anew")
         if labels:
@@ -94,11 +94,13 @@ def folder_of(path: str) -> str:
     return shown(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path) or "."
 
 
-def _basename(path: str) -> str:
+def basename(path: str) -> str:
+    """The name of a shard without its folder."""
     return shown(path).rpartition("/")[2]
 
 
-def _read_info(folder: str, storage: Storage) -> Info:
+def read_any_info(folder: str, storage: Storage) -> Info:
+    """What a folder says about itself, wherever it is; an empty Info where it says nothing."""
     if not is_remote(folder) or not folder:
         return read_info(folder) if folder else Info()
     url = f"{folder}/{INFO}"
@@ -110,7 +112,7 @@ def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
     """Samples per shard as info.json has them, -1 where it does not, or where the tar is of another size than it says."""
     sizes = np.full(len(paths), -1, dtype=np.int64)
     for i, path in enumerate(paths):
-        samples, num_bytes = infos[folder_of(path)].shards.get(_basename(path), (None, None))
+        samples, num_bytes = infos[folder_of(path)].shards.get(basename(path), (None, None))
         if samples is not None and (is_remote(path) or num_bytes == os.path.getsize(path)):
             sizes[i] = samples
     return sizes
@@ -131,7 +133,8 @@ def _scan(jobs: list[ScanJob], progress: Progress | None) -> list[Scan]:
     return [done[number] for number in range(len(jobs))]
 
 
-def _known_classes(infos: dict[str, Info]) -> tuple[int, tuple[str, ...] | None]:
+def known_classes(infos: dict[str, Info]) -> tuple[int, tuple[str, ...] | None]:
+    """The number of classes and their names as all folders have them; 0 and None where none does. Raises UserError if they differ."""
     classes = _agree("classes", [info.classes for info in infos.values() if info.classes])
     num_classes = _agree("num_classes", [info.num_classes for info in infos.values() if info.num_classes])
     if classes and num_classes and len(classes) != num_classes:

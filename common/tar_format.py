@@ -180,6 +180,15 @@ def _parse(block: bytes, start: int) -> tuple[bytes, int, bytes]:
     return name, size, block[156:157]
 
 
+def is_header(block: bytes) -> bool:
+    """Whether a block of 512 bytes is the header of a member."""
+    try:
+        _parse(block, BLOCK)
+    except TarError:
+        return False
+    return True
+
+
 def _not_a_tar(block: bytes) -> str:
     page = ", a web page" if block.lstrip()[:1] == b"<" else ""
     return f"not a tar{page}: it starts with {block[:24]!r}"

@@ -18,7 +18,7 @@ from common.fields import RawSample
 from common.tar_format import Entry, StreamSource, TarError, Walker
 from common.tar_index import RESCUE, duplicate, is_sample_file, scattered, split_name
 
-OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.GzipFile, b"BZh": bz2.BZ2File, b"\xfd7zXZ\0": lzma.LZMAFile}
+OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)  # what a damaged compressed file raises
 
 

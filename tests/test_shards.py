@@ -40,7 +40,7 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("pattern", "words"), [
     ("{}/no-*.tar", "nothing matches the pattern"), ("{}/no.tar", "no such shard; .*/no.tar;"), ("{}/t-{{0..4}}.tar", "no such shard; .*/t-3.tar;"),
-    ("{}/t-{{0..999999999}}.tar", "more than 10000000 shards"), ("{}/empty", r"no shards \(\*.tar\)"), ("pipe:cat x", "a command .*--allow_pipe"),
+    ("{}/t-{{0..999999999}}.tar", "more than 2000000 shards"), ("{}/empty", r"no shards \(\*.tar\)"), ("pipe:cat x", "a command .*--allow_pipe"),
     ("ftp://host/x.tar", "no way to read ftp://"), ("http://host/*.tar", "http cannot be listed")])
 def test_patterns_that_name_nothing(tmp_path: Path, pattern: str, words: str) -> None:
     for number in (0, 1, 2, 4):

@@ -1,0 +1,213 @@
+"""Everything that is wrong with shards, found before a run meets it; and clean copies of what can be saved.
+
+    python -m common.check_shards shards/train
+    python -m common.check_shards broken/ --fix mended/
+
+Every sample is read and decoded as training would. Exit status: 0 all is well, 1 something is wrong, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.errors import UserError
+from common.fields import Fields
+from common.files import write_atomic
+from common.processes import available_cpus, run_jobs
+from common.shard_check import CheckJob, Problem, ShardReport, check_shard, shown_problem
+from common.shard_info import INFO, Info, check_totals, write_info
+from common.shard_paths import SUFFIXES, expand, gaps, shard_names
+from common.shards import basename, folder_of, known_classes, read_any_info
+from common.storage import Storage
+from common.urls import shown
+
+NUM_SHOWN = 20  # problems of one cause that are printed
+
+
+@dataclass
+class Report:
+    """What was found in all shards together."""
+
+    shards: list[ShardReport]
+    problems: list[Problem]
+    warnings: list[str]
+    num_classes: int
+    classes: tuple[str, ...] | None
+
+    @property
+    def num_samples(self) -> int:
+        return sum(shard.num_samples for shard in self.shards)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        full = sum(shard.num_samples > 0 for shard in self.shards)
+        labels = sum((shard.labels for shard in self.shards), Counter())
+        return {
+            "shards": len(self.shards), "samples": self.num_samples, "usable": labels.total(), "num_classes": self.num_classes,
+            "labels": dict(sorted(labels.items())), "causes": dict(Counter(p.cause for p in self.problems).most_common()),
+            "problems": [asdict(problem) for problem in self.problems], "warnings": self.warnings,
+            "feeds": {"exact": None, "resampled": None, "split": full}}
+
+
+def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers: int, out: Path | None = None,
+          throws_away: bool = False) -> Report:
+    """Look at every shard that `patterns` name. Raises UserError where there is none, or `out` cannot be used.
+
+    `throws_away`: plain copies in the cache of `storage` are removed as soon as they have been read.
+    """
+    paths = expand(patterns, storage)
+    names = shard_names(paths)
+    problems, infos = [], {}
+    for folder in dict.fromkeys(map(folder_of, paths)):
+        try:
+            infos[folder] = read_any_info(folder, storage)
+        except UserError as error:
+            infos[folder] = Info()
+            problems.append(Problem("wrong description", str(error), folder))
+    try:
+        num_classes, classes = known_classes(infos)
+    except UserError as error:
+        num_classes, classes = 0, None
+        problems.append(Problem("wrong description", str(error), folder_of(paths[0])))
+    fields = Fields(fields.image_field, fields.label_field, num_classes or None, classes)
+    jobs = [CheckJob(path, name, storage, fields, out, throws_away) for path, name in zip(paths, names, strict=True)]
+    shards = _run(jobs, num_workers)
+    problems += [problem for shard in shards for problem in shard.problems]
+    try:
+        check_totals(infos, ((folder_of(s.job.path), basename(s.job.path), s.num_samples) for s in shards))
+    except UserError as error:
+        problems.append(Problem("wrong number of samples", str(error), folder_of(paths[0])))
+    report = Report(shards, problems, [], num_classes, classes)
+    _complete(report)
+    return report
+
+
+def _run(jobs: list[CheckJob], num_workers: int) -> list[ShardReport]:
+    """In parallel, a shard at a time; back in the shards' order."""
+    done: dict[str, ShardReport] = {}
+    total = sum(os.path.getsize(job.path) for job in jobs if os.path.exists(job.path))
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        for shard in run_jobs(check_shard, jobs, min(num_workers, len(jobs))):
+            done[shard.job.path] = shard
+            bar.update(shard.num_bytes)
+    return [done[job.path] for job in jobs]
+
+
+def _complete(report: Report) -> None:
+    """What only shows when everything has been seen."""
+    labels = sum((shard.labels for shard in report.shards), Counter())
+    names = {label: name for shard in report.shards for label, name in shard.names.items()}
+    if not report.num_classes and labels:
+        report.num_classes = max(labels) + 1
+        report.classes = tuple(names[i] for i in range(report.num_classes)) if len(names) == report.num_classes else None
+    if not labels:
+        report.problems.append(Problem("no samples", "not one sample can be used", folder_of(report.shards[0].job.path)))
+    unused = report.num_classes - len(labels)
+    if labels and unused:
+        report.warnings.append(f"{unused} of {report.num_classes} classes have no usable sample")
+    empty = [shard.job.name for shard in report.shards if not shard.num_samples]
+    if empty:
+        report.warnings.append(f"{len(empty)} shards are empty, such as {empty[0]}")
+    report.warnings += [f"no end mark, the tar may have been cut after its last file; {shard.job.name}" for shard in report.shards
+                        if not shard.has_end and shard.num_samples]
+    missing = gaps([shard.job.path for shard in report.shards])
+    if missing:
+        report.warnings.append(f"{len(missing)} numbers are missing between the shards, such as {shown(missing[0])}")
+    differing = [label for label, name in names.items() if report.classes and label < len(report.classes) and report.classes[label] != name]
+    if differing:
+        label = differing[0]
+        report.warnings.append(f"{len(differing)} classes have another name in samples than in {INFO}, such as {label}: "
+                               f"{names[label]}, {(report.classes or ())[label]}")
+
+
+def lines(report: Report) -> list[str]:
+    """The report for people."""
+    found = report.as_dict()
+    text, told = [], Counter[str]()
+    for problem in report.problems:
+        told[problem.cause] += 1
+        if told[problem.cause] <= NUM_SHOWN:
+            text.append(f"wrong: {shown_problem(problem)}")
+    text += [f"wrong: {count - NUM_SHOWN} more: {cause}" for cause, count in told.items() if count > NUM_SHOWN]
+    text += [f"warning: {warning}" for warning in report.warnings]
+    causes = ", ".join(f"{count} {cause}" for cause, count in found["causes"].items())
+    text.append(f"{found['shards']} shards, {found['samples']} samples, {found['usable']} of them usable, {found['num_classes']} classes; "
+                + (f"{len(report.problems)} problems: {causes}" if causes else "nothing is wrong"))
+    full = found["feeds"]["split"]
+    text.append("exact and resampled feed any number of ranks × workers" + (
+        f"; split at most {full} ranks, and every worker if ranks × workers are at most {full}" if full else ""))
+    return text
+
+
+def _finish_fix(report: Report, out: Path) -> str:
+    """Describe the clean shards, and list what could not be saved."""
+    kept = [shard for shard in report.shards if shard.num_saved]
+    info: dict[str, Any] = {"dataset size": sum(shard.num_saved for shard in kept), "num_classes": report.num_classes}
+    if report.classes:
+        info["classes"] = list(report.classes)
+    info["shards"] = [{"name": f"{shard.job.name.replace('/', '-')}.tar", "samples": shard.num_saved, "bytes": shard.bytes_saved} for shard in kept]
+    write_info(out, info)
+    lost = [json.dumps({"path": f"{p.shard}/{p.key}", "cause": p.detail}) + "\n" for p in report.problems]
+    if lost:
+        write_atomic(out / "rejected.jsonl", "".join(lost))
+    return f"{info['dataset size']} samples saved in {len(kept)} clean shards; {out}" + (f", what was wrong in {out / 'rejected.jsonl'}" if lost else "")
+
+
+def _open_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made ({error.strerror}); {out}; choose another OUT") from None
+    there = [path for path in out.iterdir() if path.name.endswith(SUFFIXES) or path.name == INFO]
+    if there:
+        raise UserError(f"shards are here already; {there[0]}; choose another OUT, a new one")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Exit status as the head of this file says."""
+    args = _parser().parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:  # for shards that are compressed or elsewhere
+            storage = Storage(args.cache_dir or scratch, allow_pipe=args.allow_pipe)
+            if args.fix:
+                _open_out(args.fix)
+            report = check(args.paths, Fields(args.image_field, args.label_field), storage, args.num_workers, args.fix, not args.cache_dir)
+            saved = _finish_fix(report, args.fix) if args.fix else ""
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join([*lines(report), *filter(None, [saved])]))
+    return 1 if report.problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m common.check_shards", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("paths", metavar="PATH", nargs="+", help="folders, tars, patterns or URLs, as --shard_path of the scripts takes them")
+    add("-w", "--num_workers", type=int, default=available_cpus(), help="processes (default: one for each core, here %(default)s)")
+    add("--json", action="store_true", help="print everything as one JSON object")
+    add("--fix", type=Path, metavar="OUT", help="write what can be saved as clean shards into this new folder")
+    add("--image_field", help="field that holds the image (default: the first sample decides)")
+    add("--label_field", help="field that holds the label (default: json, else cls)")
+    add("--cache_dir", help="keep copies of compressed and remote shards here (default: thrown away)")
+    add("--allow_pipe", action="store_true", help="run the commands that pipe: shards are")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What is wrong is found ahead of time, by shard and key; what can be saved is saved."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from common.check_shards import main
+from common.shards import ShardIndex
+from common.tar_index import read_index, scan_tar
+from tests.helpers import jpeg, run, write_shards
+from tests.tars import by_position, by_stream, files, write_tar
+
+KEYS = [f"{number:02d}" for number in range(10)]
+
+
+def checked(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, dict]:
+    code = main([*map(str, arguments), "-w", "0", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_nothing_is_wrong(tmp_path: Path) -> None:
+    """In processes of its own, as a user starts it."""
+    done = run("common.check_shards", write_shards(tmp_path), "-w", 2).check(0)
+    assert done.out.splitlines() == [
+        "3 shards, 20 samples, 20 of them usable, 2 classes; nothing is wrong",
+        "exact and resampled feed any number of ranks × workers; split at most 3 ranks, and every worker if ranks × workers are at most 3"]
+    assert "\r" not in done.err
+
+
+def broken_folder(folder: Path) -> Path:
+    """One fault of each kind, each in a shard of its own with ten samples."""
+    good = files(KEYS)
+    half = good[6][1][: len(good[6][1]) // 2]
+    faults = {
+        "image": [*good[:6], ("03.jpg", half), *good[7:]], "label": [*good[:7], ("03.json", b'{"label": 7}'), *good[8:]],
+        "json": [*good[:7], ("03.json", b"{"), *good[8:]], "missing": [*good[:7], *good[8:]], "twice": [*good[:8], ("03.JPG", good[6][1]), *good[8:]],
+        "other": [*good[:8], ("03.jpg", good[8][1]), *good[8:]], "apart": [*good[:6], good[7], *good[8:], good[6]]}
+    for name, members in faults.items():
+        write_tar(folder / f"{name}.tar", members)
+    cut = write_tar(folder / "cut.tar", good)
+    os.truncate(cut, scan_tar(cut)[3][0].offset + 100)
+    damaged = write_tar(folder / "damaged.tar", good)
+    place, whole = scan_tar(damaged)[3][0].offset - 512, damaged.read_bytes()
+    damaged.write_bytes(whole[:place] + b"\xff" * 512 + whole[place + 512 :])
+    (folder / "page.tar").write_bytes(b"<html>" * 200)
+    (folder / "info.json").write_text('{"num_classes": 2}')
+    return folder
+
+
+EXPECTED = {  # shard: (cause, key), samples that are saved
+    "image": (("truncated", "03"), 9), "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
+    "missing": (("no label", "03"), 9), "twice": (("torn sample", "03"), 10), "other": (("torn sample", "03"), 9),
+    "apart": (("torn sample", "03"), 10), "cut": (("damaged tar", ""), 3), "damaged": (("damaged tar", ""), 9), "page": (("damaged tar", ""), 0)}
+
+
+def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = broken_folder(tmp_path / "broken")
+    code, report = checked(capsys, folder, "--fix", tmp_path / "clean")
+    assert code == 1
+    first = {}
+    for problem in report["problems"]:
+        first.setdefault(problem["shard"], (problem["cause"], problem["key"]))
+    assert first == {name: problem for name, (problem, _) in EXPECTED.items()}
+    assert {p["key"]: p["count"] for p in report["problems"] if p["shard"] == "image"} == {"03": 3}
+    saved = {name: number for name, (_, number) in EXPECTED.items() if number}
+    index = ShardIndex.open([str(tmp_path / "clean")])
+    assert dict(zip(index.names, index.sizes.tolist(), strict=True)) == saved
+    assert [sample.key for sample in by_position(index)] == [sample.key for sample in by_stream(index)]
+    assert all(read_index(path) == scan_tar(path) for path in index.paths)
+    assert checked(capsys, tmp_path / "clean") == (0, {
+        "shards": 9, "samples": 77, "usable": 77, "num_classes": 2, "labels": index_labels(index), "causes": {}, "problems": [], "warnings": [],
+        "feeds": {"exact": None, "resampled": None, "split": 9}})
+    assert len((tmp_path / "clean" / "rejected.jsonl").read_text().splitlines()) == len(report["problems"])
+    assert main([str(folder), "--fix", str(tmp_path / "clean")]) == 1 and "shards are here already" in capsys.readouterr().err
+
+
+def index_labels(index: ShardIndex) -> dict[str, int]:
+    labels = [str(json.loads(sample.fields["json"])["label"]) for sample in by_position(index)]
+    return {label: labels.count(label) for label in sorted(set(labels))}
+
+
+def test_the_report_for_people(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    members = [member for number in range(30) for member in ((f"{number:02d}.jpg", b"x"), (f"{number:02d}.json", b'{"label": 1}'))]
+    write_tar(tmp_path / "t-0.tar", [*members, ("fine.jpg", jpeg(1, 0)), ("fine.json", b'{"label": 1}')])
+    write_tar(tmp_path / "t-2.tar", [])
+    assert main([str(tmp_path), "-w", "0"]) == 1
+    text = capsys.readouterr().out.splitlines()
+    assert text[0].startswith("wrong: t-0, key 00, count 0: not an image") and text[20] == "wrong: 10 more: not an image"
+    assert text[21:24] == ["warning: 1 of 2 classes have no usable sample", "warning: 1 shards are empty, such as t-2",
+                           f"warning: 1 numbers are missing between the shards, such as {tmp_path}/t-1.tar"]
+    assert text[24] == "2 shards, 31 samples, 1 of them usable, 2 classes; 30 problems: 30 not an image"
+
+
+def test_promises_that_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write_shards(tmp_path / "a", (4, 4))
+    ShardIndex.open([str(folder)])  # leaves the index
+    cut = scan_tar(folder / "test-0001.tar")[3][0].offset - 512
+    os.truncate(folder / "test-0001.tar", cut)
+    code, report = checked(capsys, folder)
+    assert code == 1 and set(report["causes"]) == {"damaged tar", "wrong number of samples"}
+    (folder / "info.json").write_text("[")
+    code, report = checked(capsys, folder)
+    assert code == 1 and "wrong description" in report["causes"]
+
+
+def test_compressed_and_odd_shards(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plain = write_tar(tmp_path / "x" / "plain.tar", files(["a b/ü", "c" * 120 + ".d"]), format=2)
+    (tmp_path / "s:1").mkdir()
+    (tmp_path / "s:1" / "a.tar.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    code, report = checked(capsys, tmp_path / "s:1", "--fix", tmp_path / "clean", "--label_field", "json", "--image_field", "jpg")
+    assert (code, report["samples"], report["causes"]) == (1, 2, {"no label": 1})  # the field is d.json: the key ends at the first dot
+    assert [sample.key for sample in by_position(ShardIndex.open([str(tmp_path / "clean")]))] == ["a_b/ü"]
+
+
+def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([str(tmp_path)]) == 1 and "no shards" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as usage:
+        main(["--nonsense"])
+    assert usage.value.code == 2
