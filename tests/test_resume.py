@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -122,15 +123,20 @@ def test_the_smaller_world_goes_on_when_a_node_is_lost(folder: Path) -> None:
             nodes.append(start(parts, SHARDWISE_JOB=str(job.folder)))
             time.sleep(1)
         wait_for(lambda: len(files()) == 2 and len(files()[1].read_text().splitlines()) > 20, nodes[0])
+        before = len(status(job)["attempts"])
         nodes[1].kill()
-        wait_for(lambda: len(status(job)["attempts"]) == 2, nodes[0])
+        wait_for(lambda: len(status(job)["attempts"]) > before, nodes[0])
         (job.folder / "stop").touch()
+    except BaseException:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+        raise
     finally:
         results = [end(node, 200) for node in reversed(nodes)]
     results[1].check()
     wait_for(lambda: not job.processes())
     worlds = {row["attempt"]: row["world_size"] for lines in trace(job.folder).values() for row in lines}
-    assert worlds == {0: 2, 1: 1}, worlds
+    assert worlds[max(worlds)] == 1 and 2 in worlds.values(), worlds  # the first may have begun before the second came
     run("common.trace", job.folder, "-s", folder / "shards").check()
 
 
