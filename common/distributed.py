@@ -149,6 +149,7 @@ def process_group(devices: list[torch.device], timeout_seconds: float,
         world.barrier()  # rank 0 keeps the store: it must not leave first
     except BaseException as error:
         explained = world.explain(error)
+        object.__setattr__(world, "patient", None)  # the last reference: its connections close now, for others to see
         leave_store_open(world.rank, world.size, world.token)
         if explained is error:
             raise

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 
-HEAR_SECONDS = 3.0  # that a store is waited for, or kept, when a run is over anyway
+HEAR_SECONDS = 5.0  # that a store is waited for, or kept, when a run is over anyway
 
 
 class SharedError(UserError):
