@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from common.collate import Batch
@@ -34,9 +35,11 @@ def profiled(batches: Iterator[Batch], path: Path, device: torch.device) -> Gene
             path.touch()  # torch only logs what it cannot write
         found.export_chrome_trace(str(path))
 
+    threads = _ExperimentalConfig(profile_all_threads=True)  # DataParallel's replicas run on threads
     steps = schedule(wait=SKIPPED, warmup=WARM_UP, active=ACTIVE, repeat=1)
     try:
-        with profile(activities=activities, schedule=steps, on_trace_ready=export) as profiler:
+        with profile(activities=activities, schedule=steps, on_trace_ready=export, acc_events=True,
+                     experimental_config=threads) as profiler:
             for number, batch in enumerate(batches):
                 yield batch
                 profiler.step()
