@@ -194,9 +194,9 @@ def _stderr_caught() -> Iterator[bytearray]:
     finally:
         os.dup2(real, 2)
         os.close(real)
-        said += os.pread(catcher, 1 << 16, 0)
-        if said:
-            os.ftruncate(catcher, 0)
+        num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over: cutting it off costs 10 µs
+        if num_bytes:
+            said += os.pread(catcher, num_bytes, 0)
             os.lseek(catcher, 0, os.SEEK_SET)
 
 
