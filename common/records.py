@@ -57,7 +57,7 @@ class Records:
         from common.trace_plot import figure  # loads matplotlib
 
         try:
-            self.report.figure("trace", figure(self.folder.path), self.state.progress.global_step)
+            self.report.figure("train/trace", figure(self.folder.path), self.state.progress.global_step)
         except UserError as error:
             self.report.note(f"note: no picture of the trace ({error})")
 

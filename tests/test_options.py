@@ -90,7 +90,7 @@ def test_dp_shows_what_each_replica_gets_of_synthetic_data(tmp_path: Path) -> No
     events = json.loads((tmp_path / "run" / "profile" / "rank00000.json").read_text())["traceEvents"]
     assert {"aten::convolution", "ProfilerStep#2"} <= {event.get("name") for event in events}
     board = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
-    assert [event.step for event in board.Images("trace")] == [6] and "start/first batch" in board.Tags()["images"]
+    assert [event.step for event in board.Images("train/trace")] == [6] and "start/first batch" in board.Tags()["images"]
     assert "profiler" not in result.err and "error" not in result.err.lower()
 
 
