@@ -98,7 +98,8 @@ def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: 
     epochs = EpochPlan(data.num_samples, batch_size, 1, world.rank, world.size, seed=0, window=-1)
     dataset = BatchDataset(ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0),
                            classified(fields, data), ImageTransform(image_size, "center"), data.storage.skip_errors)
-    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size), data.num_classes)
+    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size), data.num_classes,
+                      data.classes)
 
 
 def classified(fields: Fields, data: ShardIndex) -> Fields:

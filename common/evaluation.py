@@ -6,8 +6,8 @@ the batches are added in the order of the batches, and divided once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from common.collate import Batch
 from common.distributed import World
 from common.error_log import ErrorLog
+from common.failure import SharedError
 from common.loader import on_device
 from common.metrics import BatchSums, ConfusionMatrix, batch_sums, gather_batch_sums, summarise
 from common.model import normalize
@@ -33,6 +34,19 @@ class Validation:
     batches: Callable[[], Iterator[Batch]]
     num_batches: int
     num_classes: int
+    classes: tuple[str, ...] | None = None
+
+    def matched(self, num_classes: int, classes: Sequence[str] | None) -> Validation:
+        """This set for a model of other data's classes. Raises SharedError where a label would mean something else."""
+        if self.num_classes > num_classes:
+            raise SharedError(f"the validation set has {self.num_classes} classes, the model knows {num_classes}; "
+                              "--val_path; validate on shards of the classes that are trained on")
+        names = zip(self.classes or (), classes or (), strict=False)
+        for label, (name, known) in enumerate(names):
+            if name != known:
+                raise SharedError(f"class {label} is {name} in the validation set and {known} in the training set; "
+                                  "--val_path; write both from one list of classes")
+        return replace(self, num_classes=num_classes)
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
@@ -47,8 +61,8 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
              predictions: Predictions | None = None) -> dict[str, Any] | None:
     """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
 
-    `stop` is asked on every rank after each round of one batch per rank, is told how many samples this rank had to leave
-    out in it, and must answer the same on all.
+    `stop` is asked on every rank after each round of one batch per rank, is told how many samples this rank had to
+    leave out in it, and must answer the same on all.
     """
     share_buffers(module, world)
     module.eval()

@@ -59,12 +59,20 @@ class Run:
 
 def fit(run: Run) -> str:
     """Train to the end, or until a stop: returns "complete" or "stopped". Every rank calls it."""
+    plan = run.records.description["plan"]
+    run.validation = run.validation and run.validation.matched(plan["num_classes"], plan["classes"])
     run.module.train()
     run.stepper.warm_up(run.loader.dataset.transform.size)
     try:
         return "stopped" if _train(run) else "complete"
     except (UserError, torch.OutOfMemoryError) as error:
         raise run.world.own_error(_explained(error)) from None
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        operator = str(error).split()[0]
+        raise SharedError(f"{operator} gives other bits each time on {run.world.device}; --deterministic; "
+                          "leave it out, or choose another --arch") from None
 
 
 def _train(run: Run) -> bool:

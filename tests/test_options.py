@@ -24,14 +24,14 @@ from common.config import TrainConfig
 from common.device_settings import make_deterministic, set_up_device
 from common.distributed import World, single_process
 from common.dummy import dummy_index
-from common.errors import UsageError
+from common.errors import UsageError, UserError
 from common.fields import Fields
 from common.loader import Loader
 from common.model import build_model, normalize
 from common.plan import Plan
 from common.sampling import Progress
 from common.transforms import ImageTransform
-from tests.helpers import TINY, command, descendants, rows, run, trace
+from tests.helpers import TINY, command, descendants, rows, run, trace, write_shards
 from train_single import train
 
 CPU = torch.device("cpu")
@@ -90,7 +90,8 @@ def test_dp_shows_what_each_replica_gets_of_synthetic_data(tmp_path: Path) -> No
     events = json.loads((tmp_path / "run" / "profile" / "rank00000.json").read_text())["traceEvents"]
     assert {"aten::convolution", "ProfilerStep#2"} <= {event.get("name") for event in events}
     board = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
-    assert [event.step for event in board.Images("train/trace")] == [6] and "start/first batch" in board.Tags()["images"]
+    assert [event.step for event in board.Images("train/trace")] == [6]
+    assert "start/first batch" in board.Tags()["images"]
     assert "profiler" not in result.err and "error" not in result.err.lower()
 
 
@@ -210,3 +211,32 @@ def test_cuda_paths(tmp_path: Path) -> None:
     assert states[0]["scaler"]["scale"] > 1
     assert all(torch.equal(value, states[1]["model"][key]) for key, value in states[0]["model"].items())
     assert rows(tmp_path / "a" / "metrics.jsonl")[-1]["epoch"] == 0
+
+
+def test_what_has_no_deterministic_algorithm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("some_backward_cuda does not have a deterministic implementation, but you set …")
+
+    monkeypatch.setattr("common.step.Stepper.train", refuse)
+    with pytest.raises(UserError, match="some_backward_cuda gives other bits.*--deterministic"):
+        train_here(tmp_path / "run", **DUMMY, arch="tiny", epoch_samples=8, batch_size=4, n_epochs=1)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize(("classes", "val_classes", "words"), [
+    (["a", "b"], ["a", "b", "c"], "3 classes, the model knows 2"), (["a", "b"], ["b", "a"], "class 0 is b .* and a in")])
+def test_validation_labels_mean_what_they_mean_in_training(
+        tmp_path: Path, classes: list[str], val_classes: list[str], words: str) -> None:
+    for name, known in (("train", classes), ("val", val_classes)):
+        write_shards(tmp_path / name, (4,), num_classes=len(known))
+        (tmp_path / name / "info.json").write_text(json.dumps({"num_classes": len(known), "classes": known}))
+    flags = {**DUMMY, "dummy": False, "arch": "tiny", "batch_size": 2, "n_epochs": 1}
+    with pytest.raises(UserError, match=words):
+        train_here(tmp_path / "run", **flags, shard_path=(str(tmp_path / "train"),), val_path=(str(tmp_path / "val"),))
+
+
+def test_a_validation_set_may_lack_the_last_classes(tmp_path: Path) -> None:
+    write_shards(tmp_path / "train", (6,), num_classes=3), write_shards(tmp_path / "val", (4,), num_classes=1)
+    train_here(tmp_path / "run", **{**DUMMY, "dummy": False}, arch="tiny", batch_size=2, n_epochs=1,
+               shard_path=(str(tmp_path / "train"),), val_path=(str(tmp_path / "val"),))
+    assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["samples"] == 4
