@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import markdown
+from common.flag_table import markdown
 from tests.helpers import ROOT, end, start
 
 README = (ROOT / "README.md").read_text()
@@ -40,7 +40,7 @@ def test_commands_run_as_pasted(tmp_path: Path) -> None:
 
 
 def test_the_table_of_flags_is_that_of_the_scripts() -> None:
-    """`python -m common.config` prints it."""
+    """`python -m common.flag_table` prints it."""
     assert markdown() in README
 
 
