@@ -65,7 +65,7 @@ class Loader:
         return source.steps()
 
     def made(self) -> Generator[Made, None, None]:
-        """What the workers make, in the order of the steps (`queue`: as it gets ready). Raises UserError where one dies."""
+        """What the workers make, in the order of the steps (`queue`: as it gets ready). UserError where one dies."""
         if not self.num_workers:
             yield from self.dataset
             return
@@ -88,11 +88,15 @@ class Loader:
                             "if memory ran out, lower -w or --shuffle") from None
         finally:
             deaths.close()
-            workers = getattr(made, "_workers", [])
-            del made
-            for worker in workers:  # one stuck in a read outlives the loader's own attempts to end it
-                if worker.is_alive():
-                    worker.kill()
+            _end_workers(made)
+
+
+def _end_workers(made: Any) -> None:
+    """Have torch's iterator end its workers now, not when the last traceback lets go of it; kill those that stay."""
+    made._shutdown_workers()
+    for worker in made._workers:  # torch's SIGTERM is ignored by a worker that is stuck in a read
+        if worker.is_alive():
+            worker.kill()
 
 
 @contextmanager
@@ -135,7 +139,9 @@ class _Deaths:
             self.waiting = False
 
     def close(self) -> None:
-        self._install(self.before)
+        """Make way for the handler of a loader that was there before. torch's stays muted: workers are killed yet."""
+        if isinstance(self.before, _Deaths):
+            self._install(self.before)
 
     def _install(self, handler: Any) -> None:
         with suppress(ValueError, TypeError):  # not the main thread, or a handler not from Python

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import ROOT, Result, end, run, start, trace
+from tests.helpers import ROOT, Result, command, end, run, start, trace
 from tests.kill_runs import Job, differences, effective, kill_and_finish, prepare
 
 pytestmark = pytest.mark.slow
@@ -157,22 +157,20 @@ def test_other_worlds_in_the_middle_of_an_epoch(folder: Path) -> None:
     run("common.trace", jobs[0].folder, "-s", folder / "shards").check()
 
 
-def test_all_three_scripts_go_on_from_each_other(folder: Path) -> None:
-    """Nine ways in one run, a step each; and the bare model loads the weights."""
-    job = Job(folder / "nine", 1, "exact")
-    scripts = {"s": ("train_single.py", 0), "p": ("train_dp.py", 0), "d": ("train_ddp.py", 1)}
-    for number, kind in enumerate("ssppddspds", start=1):
-        name, ranks = scripts[kind]
-        result = run(name, *job.flags, "--max_steps", number, ranks=ranks).check()
-        assert number == 1 or f"{number - 1} steps since the start" in result.out, (number, kind)
-    reference = Job(folder / "nine-whole", 1, "exact")
-    run("train_single.py", *reference.flags, "--max_steps", 10).check()
-    saved, whole = (torch.load(other.folder / "last.pt", weights_only=True) for other in (job, reference))
-    assert saved["progress"] == whole["progress"]
-    for name, value in whole["model"].items():
-        assert torch.equal(value, saved["model"][name]), name
-    assert {key[1:]: row["key"] for key, row in effective(job.folder).items()} == {
-        key[1:]: row["key"] for key, row in effective(reference.folder).items()}
+def test_a_killed_loader_worker_is_told_in_one_line(folder: Path) -> None:
+    """Also while no batch is waited for: the run ends by itself, and the same command finishes it."""
+    job = Job(folder / "worker", 0, "exact")
+    process = start(command("train_single.py", *job.flags, "--n_epochs", 400), SHARDWISE_JOB=str(job.folder))
+    try:
+        wait_for(lambda: (job.folder / "last.pt").exists(), process)
+        pids = [pid for pid, kind in job.processes().items() if kind == "worker"]
+        os.kill(pids[0], signal.SIGKILL)
+    finally:
+        result = end(process, 60)
+    assert result.check(1).err.count("\n") == 1, result.err
+    assert errors(result)[0].startswith("error: a loader worker died"), result.err
+    assert not job.processes() and status(job)["state"] == "failed"
+    assert status(job)["reason"] == errors(result)[0].removeprefix("error: ")
 
 
 def test_a_bad_sample_on_one_rank_ends_all_with_its_line(folder: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import train_dp
 import train_single
 from common import checkpoint, dataset, shard_reader
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
-from tests.helpers import write_shards
-from tests.kill_runs import differences
+from tests.helpers import run, write_shards
+from tests.kill_runs import differences, effective, same
 
 DEVICE = torch.device("cpu")
 pytestmark = pytest.mark.slow
@@ -30,13 +32,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(folder: Path, output: str, *flags: object) -> Path:
-    """Call the script's own function, as its command line would."""
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The order of sums depends on their number, and torchrun's ranks have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def command_line(folder: Path, output: str, *flags: object) -> list[str]:
+    """The flags of a run; later ones win."""
     data = ("-s", folder / "shards", "--val_path", folder / "val", "--output", folder / output)
     line = [*data, "--arch", "tiny", "--image_size", 32, "-b", 4, "--n_epochs", 2, "--seed", 3, "-lr", 1e-3,
             "--trace", "save", *flags]
-    config = TrainConfig.from_command_line("", [str(part) for part in line])
-    train_single.train(config, World(0, 1, 0, DEVICE), [DEVICE])
+    return [str(part) for part in line]
+
+
+def train(folder: Path, output: str, *flags: object, script: ModuleType = train_single) -> Path:
+    """Call a script's own function, as its command line would."""
+    config = TrainConfig.from_command_line("", command_line(folder, output, *flags))
+    script.train(config, World(0, 1, 0, DEVICE), [DEVICE])
     return folder / output
 
 
@@ -139,6 +155,23 @@ def test_a_torchvision_model_loads_the_weights(folder: Path) -> None:
     train(folder, "resnet", "--arch", "resnet18", "--max_steps", 1, "-w", 0)
     model = torchvision.models.resnet18(num_classes=2)
     model.load_state_dict(torch.load(folder / "resnet" / "last.pt", weights_only=True)["model"])
+
+
+def test_all_three_scripts_go_on_from_each_other(folder: Path) -> None:
+    """Nine ways in one run, a step each: the same samples, and weights as if one script had done it all."""
+    for number, kind in enumerate("ssppddspds", start=1):
+        flags = ("--max_steps", number, "--resume", "auto")
+        if kind == "d":
+            line = command_line(folder, "nine", *flags, "--sampling", "exact", "--device", "cpu")
+            result = run("train_ddp.py", *line, ranks=1).check()
+            assert f"{number - 1} steps since the start" in result.out
+        else:
+            train(folder, "nine", *flags, script={"s": train_single, "p": train_dp}[kind])
+    parts, whole = folder / "nine", train(folder, "nine whole", "--max_steps", 10)
+    saved, expected = (torch.load(path / "last.pt", weights_only=True) for path in (parts, whole))
+    assert json.loads((parts / "status.json").read_text())["attempt"] == 9
+    assert [name for name in ("progress", "model", "optimizer") if not same(saved[name], expected[name])] == []
+    assert effective(parts) == effective(whole)
 
 
 def test_a_disk_that_fills_during_a_save_stops_the_run_with_a_line(folder: Path, tmp_path: Path) -> None:
