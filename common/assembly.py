@@ -34,13 +34,15 @@ from common.transforms import ImageTransform
 Saved = dict[str, Any]
 
 
-def open_shards(world: World, patterns: Sequence[str], fields: Fields, storage: Storage | None = None, exact: bool = True) -> ShardIndex:
+def open_shards(world: World, patterns: Sequence[str], fields: Fields, storage: Storage | None = None,
+                exact: bool = True) -> ShardIndex:
     """The index of a data set: read or made by rank 0, the same on every rank, of shards that every node sees.
 
     `exact`: they are going to be read by position, as validation always does.
     """
     bar = partial(tqdm, desc="scanning shards", disable=None, leave=False)
-    index = world.on_main(lambda: ShardIndex.open(patterns, fields, lambda items, total: bar(items, total=total), storage))
+    index = world.on_main(
+        lambda: ShardIndex.open(patterns, fields, lambda items, total: bar(items, total=total), storage))
     if exact:
         index.storage.check_positions(index.paths)
     check_shards(world, index.paths)
@@ -93,13 +95,15 @@ def make_source(plan: Plan, data: ShardIndex, rank: int, progress: Progress) -> 
     return StreamSource(data, epochs, plan.sampling == "resampled")
 
 
-def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: World, fields: Fields, image_size: int) -> Validation:
+def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: World, fields: Fields,
+                    image_size: int) -> Validation:
     """The validation set, in its own order; batch t goes whole to rank t % world size."""
     epochs = EpochPlan(data.num_samples, batch_size, 1, world.rank, world.size, seed=0, window=-1)
-    dataset = BatchDataset(ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0),
-                           classified(fields, data), ImageTransform(image_size, "center"), data.storage.skip_errors)
-    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size), data.num_classes,
-                      data.classes)
+    source, mixing = ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0)
+    dataset = BatchDataset(source, mixing, classified(fields, data), ImageTransform(image_size, "center"),
+                           data.storage.skip_errors)
+    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size),
+                      data.num_classes, data.classes)
 
 
 def classified(fields: Fields, data: ShardIndex) -> Fields:

@@ -1,7 +1,7 @@
 """A folder of plain tars fetched from elsewhere, shared by any number of processes and jobs.
 
-A shard is fetched by one process at a time, under a lock, to a temporary name; it gets its own name when it is whole and is
-a tar. What has been unused for longest goes when the limit is reached, but nothing that somebody has open.
+A shard is fetched by one process at a time, under a lock, to a temporary name; it gets its own name when it is whole
+and is a tar. What has been unused for longest goes when the limit is reached, but nothing that somebody has open.
 
     >>> path, file = Cache("/tmp/cache", max_bytes=10**10).acquire("https://host/train-0000.tar", fetch)
 """
@@ -32,7 +32,8 @@ TAR = ".tar"
 
 @dataclass(frozen=True)
 class Cache:
-    """`max_bytes` is the limit for all files in `folder` together, None for no limit. Waits `patience_seconds` for room."""
+    """`max_bytes` is the limit for all files in `folder` together, None for no limit. Waits `patience_seconds` for
+    room."""
 
     folder: str
     max_bytes: int | None = None
@@ -77,7 +78,8 @@ class Cache:
             os.replace(part, final)
             tar_index.write_index(final, samples)
         except BROKEN as error:
-            raise UserError(f"the compressed tar is damaged ({error}); shard {shown(url)}; copy or write it again") from None
+            raise UserError(f"the compressed tar is damaged ({error}); shard {shown(url)}; copy or write it "
+                            "again") from None
         finally:
             part.unlink(missing_ok=True)
 
@@ -105,14 +107,16 @@ class Cache:
                     os.truncate(part, size)
                     return size
             if time.monotonic() > deadline:
-                raise UserError(f"the cache is full of shards in use ({self.max_bytes} bytes); {self.folder}; raise --cache_size, or lower --shuffle or -w")
+                raise UserError(f"the cache is full of shards in use ({self.max_bytes} bytes); {self.folder}; raise "
+                                "--cache_size, or lower --shuffle or -w")
             time.sleep(0.1)
 
     def _make_room(self, needed: int, size: int) -> bool:
         """Whether `needed` more bytes fit, once the files unused for longest are gone."""
         assert self.max_bytes is not None
         if size > self.max_bytes:
-            raise UserError(f"a shard is larger than the whole cache ({self.max_bytes} bytes); {self.folder}; raise --cache_size")
+            raise UserError(f"a shard is larger than the whole cache ({self.max_bytes} bytes); {self.folder}; raise "
+                            "--cache_size")
         files = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
@@ -127,7 +131,8 @@ class Cache:
 
     @contextmanager
     def _locked(self, name: str, wait: bool = True) -> Iterator[None]:
-        """Hold a lock file of the folder; the kernel lets go of it when its holder dies. It stays, so that all lock the same."""
+        """Hold a lock file of the folder; the kernel lets go of it when its holder dies. It stays, so that all lock
+        the same."""
         file = os.open(os.path.join(self.folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

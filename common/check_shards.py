@@ -54,8 +54,10 @@ class Report:
         full = sum(shard.num_samples > 0 for shard in self.shards)
         labels = sum((shard.labels for shard in self.shards), Counter())
         return {
-            "shards": len(self.shards), "samples": self.num_samples, "usable": labels.total(), "num_classes": self.num_classes,
-            "labels": dict(sorted(labels.items())), "causes": dict(Counter(p.cause for p in self.problems).most_common()),
+            "shards": len(self.shards), "samples": self.num_samples, "usable": labels.total(),
+            "num_classes": self.num_classes,
+            "labels": dict(sorted(labels.items())),
+            "causes": dict(Counter(p.cause for p in self.problems).most_common()),
             "problems": [asdict(problem) for problem in self.problems], "warnings": self.warnings,
             "feeds": {"exact": None, "resampled": None, "split": full}}
 
@@ -110,24 +112,29 @@ def _complete(report: Report) -> None:
     names = {label: name for shard in report.shards for label, name in shard.names.items()}
     if not report.num_classes and labels:
         report.num_classes = max(labels) + 1
-        report.classes = tuple(names[i] for i in range(report.num_classes)) if len(names) == report.num_classes else None
+        if len(names) == report.num_classes:
+            report.classes = tuple(names[i] for i in range(report.num_classes))
     if not labels:
-        report.problems.append(Problem("no samples", "not one sample can be used", folder_of(report.shards[0].job.path)))
+        folder = folder_of(report.shards[0].job.path)
+        report.problems.append(Problem("no samples", "not one sample can be used", folder))
     unused = report.num_classes - len(labels)
     if labels and unused:
         report.warnings.append(f"{unused} of {report.num_classes} classes have no usable sample")
     empty = [shard.job.name for shard in report.shards if not shard.num_samples]
     if empty:
         report.warnings.append(f"{len(empty)} shards are empty, such as {empty[0]}")
-    report.warnings += [f"no end mark, the tar may have been cut after its last file; {shard.job.name}" for shard in report.shards
+    report.warnings += ["no end mark, the tar may have been cut after its last file; "
+                        f"{shard.job.name}" for shard in report.shards
                         if not shard.has_end and shard.num_samples]
     missing = gaps([shard.job.path for shard in report.shards])
     if missing:
         report.warnings.append(f"{len(missing)} numbers are missing between the shards, such as {shown(missing[0])}")
-    differing = [label for label, name in names.items() if report.classes and label < len(report.classes) and report.classes[label] != name]
+    differing = [label for label, name in names.items() if report.classes and label < len(report.classes)
+                 and report.classes[label] != name]
     if differing:
         label = differing[0]
-        report.warnings.append(f"{len(differing)} classes have another name in samples than in {INFO}, such as {label}: "
+        report.warnings.append(f"{len(differing)} classes have another name in samples than in {INFO}, such as "
+                               f"{label}: "
                                f"{names[label]}, {(report.classes or ())[label]}")
 
 
@@ -142,7 +149,8 @@ def lines(report: Report) -> list[str]:
     text += [f"wrong: {count - NUM_SHOWN} more: {cause}" for cause, count in told.items() if count > NUM_SHOWN]
     text += [f"warning: {warning}" for warning in report.warnings]
     causes = ", ".join(f"{count} {cause}" for cause, count in found["causes"].items())
-    text.append(f"{found['shards']} shards, {found['samples']} samples, {found['usable']} of them usable, {found['num_classes']} classes; "
+    text.append(f"{found['shards']} shards, {found['samples']} samples, {found['usable']} of them usable, "
+                f"{found['num_classes']} classes; "
                 + (f"{len(report.problems)} problems: {causes}" if causes else "nothing is wrong"))
     full = found["feeds"]["split"]
     text.append("exact and resampled feed any number of ranks × workers" + (
@@ -156,12 +164,14 @@ def _finish_fix(report: Report, out: Path) -> str:
     info: dict[str, Any] = {"dataset size": sum(shard.num_saved for shard in kept), "num_classes": report.num_classes}
     if report.classes:
         info["classes"] = list(report.classes)
-    info["shards"] = [{"name": f"{shard.job.name.replace('/', '-')}.tar", "samples": shard.num_saved, "bytes": shard.bytes_saved} for shard in kept]
+    info["shards"] = [{"name": f"{shard.job.name.replace('/', '-')}.tar", "samples": shard.num_saved,
+                       "bytes": shard.bytes_saved} for shard in kept]
     write_info(out, info)
     lost = [json.dumps({"path": f"{p.shard}/{p.key}", "cause": p.detail}) + "\n" for p in report.problems]
     if lost:
         write_atomic(out / "rejected.jsonl", "".join(lost))
-    return f"{info['dataset size']} samples saved in {len(kept)} clean shards; {out}" + (f", what was wrong in {out / 'rejected.jsonl'}" if lost else "")
+    where = f", what was wrong in {out / 'rejected.jsonl'}" if lost else ""
+    return f"{info['dataset size']} samples saved in {len(kept)} clean shards; {out}{where}"
 
 
 def _open_out(out: Path) -> None:
@@ -182,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             storage = Storage(args.cache_dir or scratch, allow_pipe=args.allow_pipe)
             if args.fix:
                 _open_out(args.fix)
-            report = check(args.paths, Fields(args.image_field, args.label_field), storage, args.num_workers, args.fix, not args.cache_dir)
+            report = check(args.paths, Fields(args.image_field, args.label_field), storage, args.num_workers, args.fix,
+                           not args.cache_dir)
             saved = _finish_fix(report, args.fix) if args.fix else ""
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -198,8 +209,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m common.check_shards", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("paths", metavar="PATH", nargs="+", help="folders, tars, patterns or URLs, as --shard_path of the scripts takes them")
-    add("-w", "--num_workers", type=int, default=available_cpus(), help="processes (default: one for each core, here %(default)s)")
+    add("paths", metavar="PATH", nargs="+", help="folders, tars, patterns or URLs, as --shard_path takes them")
+    add("-w", "--num_workers", type=int, default=available_cpus(),
+        help="processes (default: one for each core, here %(default)s)")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--fix", type=Path, metavar="OUT", help="write what can be saved as clean shards into this new folder")
     add("--image_field", help="field that holds the image (default: the first sample decides)")

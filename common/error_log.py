@@ -37,12 +37,14 @@ class ErrorLog:
             now = time.monotonic()
             if now - self._told_seconds.get(bad.cause, -SECONDS_BETWEEN_LINES) >= SECONDS_BETWEEN_LINES:
                 self._told_seconds[bad.cause] = now
-                tqdm.write(_printable(f"skipped: {self.latest}; rank {self.rank}, {self.counts[bad.cause]} of this cause so far, "
+                tqdm.write(_printable(f"skipped: {self.latest}; rank {self.rank}, {self.counts[bad.cause]} of this "
+                                      "cause so far, "
                                       f"all in {self.path}"))
         return len(batch.skipped)
 
     def _append(self, batch: Batch, bad: SkippedSample, kind: str) -> None:
-        row = {"attempt": self.attempt, "kind": kind, "epoch": batch.step.epoch, "step": batch.step.step, "rank": self.rank,
+        row = {"attempt": self.attempt, "kind": kind, "epoch": batch.step.epoch, "step": batch.step.step,
+               "rank": self.rank,
                "cause": bad.cause, "detail": bad.detail, "shard": bad.shard, "count": bad.count, "key": bad.key}
         with writing(self.path):
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -54,7 +56,8 @@ class ErrorLog:
 
 def summary(counts: Counter[str]) -> str:
     """`7 samples: 4 broken json, 3 no label`, the most frequent first."""
-    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    causes = ", ".join(f"{count} {cause}" for cause,
+                       count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     return f"{counts.total()} samples: {causes}"
 
 

@@ -30,7 +30,8 @@ class SampleError(Exception):
 
 @dataclass(slots=True)
 class RawSample:
-    """A sample as its shard holds it: still compressed. `count` is its place in the shard, `fault` what is wrong with its files."""
+    """A sample as its shard holds it: still compressed. `count` is its place in the shard, `fault` what is wrong with
+    its files."""
 
     shard: str
     count: int
@@ -72,10 +73,12 @@ class Fields:
                 self._image = self._image or plain[0]
                 return plain[0]
             if found:
-                raise SampleError("no image", f"several fields could be it: {_listed(dict.fromkeys(found))}; name one with --image_field "
+                raise SampleError("no image", f"several fields could be it: {_listed(dict.fromkeys(found))}; name one "
+                                              "with --image_field "
                                               "(a key ends at the first dot of the file's name)")
         wanted = self.image_field or "an image (" + ", ".join(IMAGE_EXTENSIONS) + ")"
-        raise SampleError("no image", f"wanted {wanted}, found the fields {_listed(names)}; name one with --image_field")
+        raise SampleError("no image", f"wanted {wanted}, found the fields {_listed(names)}; name one with "
+                                      "--image_field")
 
     def label_name(self, names: Mapping[str, Any]) -> str:
         """Which of a sample's fields holds the label."""
@@ -83,7 +86,8 @@ class Fields:
         for name in wanted:
             if name in names:
                 return name
-        raise SampleError("no label", f"wanted {' or '.join(wanted)}, found the fields {_listed(names)}; name one with --label_field")
+        raise SampleError("no label", f"wanted {' or '.join(wanted)}, found the fields {_listed(names)}; name one with "
+                                      "--label_field")
 
     def image(self, sample: RawSample) -> Data:
         """The compressed image."""
@@ -130,7 +134,9 @@ class Fields:
         elif isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and value.is_integer():
             number = int(value)
         else:
-            known = f"one of the {len(self._class_numbers)} known classes" if self._class_numbers else "is there a list of `classes` in info.json"
+            known = "is there a list of `classes` in info.json"
+            if self._class_numbers:
+                known = f"one of the {len(self._class_numbers)} known classes"
             raise SampleError("bad label", f"{_short(value)} is no whole number, nor {known}")
         if number < 0 or (self.num_classes is not None and number >= self.num_classes):
             last = self.num_classes - 1 if self.num_classes else "number of classes - 1"

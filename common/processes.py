@@ -63,5 +63,16 @@ def die_with_parent(signal_number: int, parent: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)
     except (AttributeError, OSError):
         return
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    if os.getppid() != parent and not _is_alive(parent):  # it was gone before the kernel was asked
         os.kill(os.getpid(), signal_number)
+
+
+def _is_alive(pid: int) -> bool:
+    """With `forkserver` the parent is not who asked for this process; that one goes when the other does."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

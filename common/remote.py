@@ -54,7 +54,8 @@ def open_url(url: str, patience_seconds: float) -> io.BufferedReader:
         return io.BufferedReader(CommandStream(url, patience_seconds), BUFFER)
     scheme = url.partition("://")[0].lower()
     if scheme not in SCHEMES:
-        raise UserError(f"no way to read {scheme}://; {shown(url)}; --shard_path takes {', '.join(SCHEMES)}, or a mounted folder")
+        raise UserError(f"no way to read {scheme}://; {shown(url)}; --shard_path takes {', '.join(SCHEMES)}, or a "
+                        "mounted folder")
     open_at = _http(url, patience_seconds / 4) if scheme.startswith("http") else _fsspec(url, patience_seconds / 4)
     return io.BufferedReader(RetryingStream(url, open_at, patience_seconds), BUFFER)
 
@@ -73,7 +74,8 @@ def listed(url: str) -> list[str]:
     scheme = url.partition("://")[0].lower()
     if scheme.startswith("http") or scheme not in SCHEMES:
         if "*" in url or url.endswith("/"):
-            raise UserError(f"{scheme} cannot be listed; {shown(url)}; name the shards with braces, such as train-{{0000..0019}}.tar")
+            raise UserError(f"{scheme} cannot be listed; {shown(url)}; name the shards with braces, such as "
+                            "train-{0000..0019}.tar")
         return [url]
     if "*" not in url and "[" not in url and url.endswith((".tar", ".tgz", ".gz", ".bz2", ".xz")):
         return [url]
@@ -81,7 +83,8 @@ def listed(url: str) -> list[str]:
     try:
         found = sorted(system.glob(path if "*" in path or "[" in path else path.rstrip("/") + "/*.tar"))
     except Exception as error:
-        raise UserError(f"cannot be listed ({_reason(error)}); {shown(url)}; check its name and your access to it") from None
+        raise UserError(f"cannot be listed ({_reason(error)}); {shown(url)}; check its name and your access to "
+                        "it") from None
     if not found:
         raise UserError(f"no shards (*.tar); {shown(url)}; --shard_path takes a folder of tars or a pattern")
     return [f"{scheme}://{path}" for path in found]
@@ -128,7 +131,8 @@ class RetryingStream(io.RawIOBase):
 
     def _read(self, buffer: memoryview) -> int:
         self._connect()
-        data = self._connection.read1(len(buffer)) if hasattr(self._connection, "read1") else self._connection.read(len(buffer))
+        read = getattr(self._connection, "read1", self._connection.read)  # at most one packet, where there is a choice
+        data = read(len(buffer))
         if not data and self.size is not None and self.position < self.size:
             raise EOFError(f"the connection ended after {self.position} of {self.size} bytes")
         self._watch(len(data))
@@ -140,7 +144,8 @@ class RetryingStream(io.RawIOBase):
         now = time.monotonic()
         if num_bytes and now - self._mark_seconds > self.patience_seconds:
             if self.position - self._mark_position < LEAST_BYTES:
-                raise UserError(f"only {self.position - self._mark_position} bytes came in {self.patience_seconds:g} s; {shown(self.url)}; "
+                raise UserError(f"only {self.position - self._mark_position} bytes came in {self.patience_seconds:g} "
+                                f"s; {shown(self.url)}; "
                                 "check the server and the network")
             self._mark_seconds, self._mark_position = now, self.position
 
@@ -177,10 +182,12 @@ def _http(url: str, stall_seconds: float) -> Callable[[int], Opened]:
             if error.code in PASSING:
                 raise OSError(f"HTTP {error.code} {error.reason}") from None
             kind = Missing if error.code in (404, 410) else UserError
-            raise kind(f"HTTP {error.code} {error.reason}; {shown(url)}; check its name and your access to it") from None
+            raise kind(f"HTTP {error.code} {error.reason}; {shown(url)}; check its name and your access to "
+                       "it") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise UserError(f"{error.reason.verify_message}; {shown(url)}; check the server's certificate") from None
+                raise UserError(f"{error.reason.verify_message}; {shown(url)}; check the server's "
+                                "certificate") from None
             raise error.reason if isinstance(error.reason, OSError) else OSError(str(error.reason)) from None
         except ValueError as error:
             raise UserError(f"not a URL ({error}); {shown(url)}; correct --shard_path") from None
@@ -252,7 +259,8 @@ def _file_system(url: str, stall_seconds: float) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url, **limits)
     except ImportError:
         package = PACKAGES.get(scheme, "fsspec")
-        raise UserError(f"{scheme}:// needs a package that is not installed; {shown(url)}; pip install {package}") from None
+        raise UserError(f"{scheme}:// needs a package that is not installed; {shown(url)}; pip install "
+                        f"{package}") from None
 
 
 def _reason(error: BaseException) -> str:
@@ -266,7 +274,8 @@ class CommandStream(io.RawIOBase):
 
     def __init__(self, url: str, patience_seconds: float):
         self.url, self.patience_seconds, self.is_ended = url, patience_seconds, False
-        self.process = subprocess.Popen(url.removeprefix(COMMAND), shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, bufsize=0,
+        self.process = subprocess.Popen(url.removeprefix(COMMAND), shell=True, stdout=subprocess.PIPE,
+                                        stdin=subprocess.DEVNULL, bufsize=0,
                                         start_new_session=True)
 
     def readable(self) -> bool:
@@ -276,12 +285,14 @@ class CommandStream(io.RawIOBase):
         """Fill a part of `buffer`; 0 at the end."""
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], self.patience_seconds)[0]:
-            raise UserError(f"the command wrote nothing for {self.patience_seconds:g} s; {self.url}; run it by hand to see why")
+            raise UserError(f"the command wrote nothing for {self.patience_seconds:g} s; {self.url}; run it by hand to "
+                            "see why")
         num_bytes = self.process.stdout.readinto(buffer)  # type: ignore[attr-defined]
         if not num_bytes:
             self.is_ended = True
             if self.process.wait() != 0:
-                raise UserError(f"the command failed (exit {self.process.returncode}); {self.url}; run it by hand to see why")
+                raise UserError(f"the command failed (exit {self.process.returncode}); {self.url}; run it by hand to "
+                                "see why")
         return num_bytes
 
     def close(self) -> None:

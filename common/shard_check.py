@@ -1,4 +1,5 @@
-"""One shard, looked at as closely as can be: every file found even if the tar is torn, every sample read as training would.
+"""One shard, looked at as closely as can be: every file found even if the tar is torn, every sample read as training
+would.
 
     report = check_shard(CheckJob("train-0000.tar", "train-0000", Storage(), Fields()))
 """
@@ -179,7 +180,8 @@ def _save(clean: CleanShard, sample: RawSample, report: ShardReport) -> None:
     except SampleError as error:
         report.problems.append(Problem("not saved", str(error), sample.shard, sample.key, sample.count))
     except OSError as error:
-        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; free some space, or choose another OUT") from None
+        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; free some space, or choose "
+                        "another OUT") from None
 
 
 def shown_problem(problem: Problem) -> str:

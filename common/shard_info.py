@@ -37,9 +37,11 @@ class Info:
 
 
 def read_info(folder: str) -> Info:
-    """info.json, else the first *.json that describes shards, else an empty Info. Raises UserError for a broken info.json."""
+    """info.json, else the first *.json that describes shards, else an empty Info. Raises UserError for a broken
+    info.json."""
     own = Path(folder, INFO)
-    for path in [own, *sorted(path for path in Path(folder).glob("*.json") if path.name != INFO and path.name[0] != ".")]:
+    for path in [own, *sorted(path for path in Path(folder).glob("*.json") if path.name != INFO
+                              and path.name[0] != ".")]:
         try:
             if path != own and path.stat().st_size > MAX_BYTES:
                 continue
@@ -55,7 +57,8 @@ def read_info(folder: str) -> Info:
 
 
 def parse_info(text: bytes, path: str, is_own: bool = True) -> Info | None:
-    """Raises UserError for a description of another shape; None for a JSON that is about something else, or not `is_own` and broken."""
+    """Raises UserError for a description of another shape; None for a JSON that is about something else, or not
+    `is_own` and broken."""
     try:
         if len(text) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
@@ -69,7 +72,8 @@ def parse_info(text: bytes, path: str, is_own: bool = True) -> Info | None:
     try:
         return _info(value, path)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise UserError(f"not a description of shards ({str(error)[:100] or type(error).__name__}); {path}; {MEND}") from None
+        raise UserError(f"not a description of shards ({str(error)[:100] or type(error).__name__}); {path}; "
+                        f"{MEND}") from None
 
 
 def _info(value: dict[str, Any], path: str) -> Info:
@@ -88,7 +92,8 @@ def _info(value: dict[str, Any], path: str) -> Info:
     for entry in value.get("shards") or []:
         entry = {"name": entry} if isinstance(entry, str) else entry
         shards[os.path.basename(entry["name"])] = _optional(entry, "samples"), _optional(entry, "bytes")
-    return Info(path, _optional(value, "dataset size"), num_classes, tuple(map(str, classes)) if classes else None, shards)
+    return Info(path, _optional(value, "dataset size"), num_classes, tuple(map(str, classes)) if classes else None,
+                shards)
 
 
 def _optional(values: dict[str, Any], name: str, least: int = 0, most: int = 1 << 62) -> int | None:
@@ -103,7 +108,8 @@ def _whole(value: Any, name: str, least: int = 0, most: int = 1 << 62) -> int:
 
 
 def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, int]]) -> None:
-    """Hold (folder, name, samples) that were counted against what was promised: the only sign of a tar cut between two members."""
+    """Hold (folder, name, samples) that were counted against what was promised: the only sign of a tar cut between two
+    members."""
     found: dict[str, dict[str, int]] = {folder: {} for folder in infos}
     for folder, name, samples in counted:
         if folder in found:
@@ -112,16 +118,20 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
         for name, samples in found[folder].items():
             promised = info.shards.get(name, (None, None))[0]
             if promised is not None and promised != samples:
-                raise UserError(f"{info.path} promises {promised} samples, the tar holds {samples}; shard {folder}/{name}; "
+                raise UserError(f"{info.path} promises {promised} samples, the tar holds {samples}; shard "
+                                f"{folder}/{name}; "
                                 "it was cut or changed: write or copy it again")
-        if not os.path.isdir(folder) or {path.name for path in Path(folder).iterdir() if path.name.endswith(SUFFIXES)} - set(found[folder]):
+        if not os.path.isdir(folder) or {path.name for path in Path(folder).iterdir()
+                                         if path.name.endswith(SUFFIXES)} - set(found[folder]):
             continue  # a part of the folder, on purpose
         gone = [name for name in info.shards if name not in found[folder]]
         if gone:
-            raise UserError(f"{info.path} names a shard that is not there; {folder}/{gone[0]}; copy it again, or make the shards anew")
+            raise UserError(f"{info.path} names a shard that is not there; {folder}/{gone[0]}; copy it again, or make "
+                            "the shards anew")
         total = sum(found[folder].values())
         if info.num_samples is not None and info.num_samples != total:
-            raise UserError(f"{info.path} promises {info.num_samples} samples, the {len(found[folder])} tars hold {total}; {folder}; "
+            raise UserError(f"{info.path} promises {info.num_samples} samples, the {len(found[folder])} tars hold "
+                            f"{total}; {folder}; "
                             "a tar was cut or is missing: copy the shards again, or correct `dataset size`")
 
 

@@ -43,7 +43,8 @@ def _real(path: str) -> str:
 
 def _expand_one(pattern: str, storage: Storage) -> list[str]:
     if os.path.isdir(pattern):
-        paths = sorted(str(path) for path in Path(pattern).iterdir() if path.name.endswith(SUFFIXES) and path.name[0] != ".")
+        paths = sorted(str(path) for path in Path(pattern).iterdir() if path.name.endswith(SUFFIXES)
+                       and path.name[0] != ".")
         if not paths:
             raise UserError(f"no shards (*.tar); {pattern}; {ADVICE}")
         return paths
@@ -60,7 +61,8 @@ def _expand_one(pattern: str, storage: Storage) -> list[str]:
 
 
 def _local(pattern: str) -> list[str]:
-    paths = [path for name in _braces(pattern) for path in (sorted(glob.glob(name)) if glob.has_magic(name) else [name])]
+    found = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in _braces(pattern)]
+    paths = [path for names in found for path in names]
     if not paths:
         raise UserError(f"nothing matches the pattern; {pattern}; {ADVICE}")
     missing = [path for path in paths if not os.path.exists(path)]
@@ -79,11 +81,13 @@ def _braces(pattern: str) -> list[str]:
     try:
         return list(islice(braceexpand.braceexpand(pattern, escape=False), MAX_SHARDS))
     except ValueError as error:
-        raise UserError(f"not a pattern ({error}); {pattern}; --shard_path takes braces such as {{0000..0019}}") from None
+        raise UserError(f"not a pattern ({error}); {pattern}; --shard_path takes braces such as "
+                        "{0000..0019}") from None
 
 
 def shard_names(paths: Sequence[str]) -> list[str]:
-    """What logs and traces call each shard: the file's name without `.tar`, with its folders where that is not unique."""
+    """What logs and traces call each shard: the file's name without `.tar`, with its folders where that is not
+    unique."""
     parts = [Path(_without_suffix(shown(path))).parts for path in paths]
     depth, deepest = 1, max(map(len, parts), default=1)
     while depth < deepest and len({part[-depth:] for part in parts}) < len(parts):

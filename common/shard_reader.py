@@ -18,6 +18,7 @@ from common.urls import shown
 MAX_OPEN = 32  # files open at a time; a new one costs 0.02 ms
 MAX_OPEN_CACHED = 2  # of a cache with a limit, where what is open cannot make room
 MAX_SAMPLES = 200_000  # places that are kept in memory: 0.6 kB each
+NUM_VALID = 16  # samples read last whose bytes are still there
 MAX_GAP = 1 << 16  # bytes between two members that are read along rather than in a call of their own
 
 
@@ -32,10 +33,11 @@ class ShardReader:
         self._faults: dict[int, dict[int, str]] = {}
         self._num_samples = 0
         self._max_open = MAX_OPEN_CACHED if index.storage.cache_bytes is not None else MAX_OPEN
-        self._buffer = bytearray(1 << 20)
+        self._buffers, self._turn = [bytearray(1 << 18) for _ in range(NUM_VALID)], 0
 
     def read(self, shard: int, place: int) -> RawSample:
-        """Sample number `place` of a shard. Its bytes are views of one buffer, valid until the next read."""
+        """Sample number `place` of a shard. Its bytes are views of a buffer, valid until NUM_VALID more are read."""
+        self._turn = (self._turn + 1) % NUM_VALID
         members = self._members(shard)[place]
         start, stop, num_bytes = members[0].offset, 0, 0
         for _, offset, size, _ in members:
@@ -51,9 +53,9 @@ class ShardReader:
 
     def _read(self, shard: int, start: int, stop: int) -> memoryview:
         size = stop - start
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        view = memoryview(self._buffer)[:size]
+        if len(self._buffers[self._turn]) < size:
+            self._buffers[self._turn] = bytearray(size)
+        view = memoryview(self._buffers[self._turn])[:size]
         done = 0
         while done < size:
             try:
@@ -62,7 +64,8 @@ class ShardReader:
                 raise UserError(f"a shard cannot be read ({error.strerror}) on {os.uname().nodename}; "
                                 f"{shown(self.index.paths[shard])}; check the disk, and copy the shard again") from None
             if not num_bytes:
-                raise UserError(f"the tar became shorter while it was read; shard {shown(self.index.paths[shard])}; write or copy it again")
+                raise UserError(f"the tar became shorter while it was read; shard {shown(self.index.paths[shard])}; "
+                                "write or copy it again")
             done += num_bytes
         return view
 
@@ -73,7 +76,8 @@ class ShardReader:
             samples = tar_index.load_samples(self._paths[shard])
             if len(samples) != self.index.sizes[shard]:
                 raise UserError(f"{self.index.sizes[shard]} samples were promised, the tar holds {len(samples)}; "
-                                f"shard {shown(self.index.paths[shard])}; it was cut or changed: write or copy it again")
+                                f"shard {shown(self.index.paths[shard])}; it was cut or changed: write or copy it "
+                                "again")
             self._samples[shard], self._faults[shard] = samples, tar_index.sample_faults(samples)
             self._num_samples += len(samples)
             while self._num_samples > MAX_SAMPLES and len(self._samples) > 1:

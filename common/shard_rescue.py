@@ -80,7 +80,8 @@ def _encoded(name: str) -> bytes:
 
 
 def _counted(data: bytes, count: int) -> bytes:
-    """The json that this project's writer leaves says which sample of its shard it belongs to: that may have changed."""
+    """The json that this project's writer leaves says which sample of its shard it belongs to: that may have
+    changed."""
     try:
         meta = json.loads(data)
     except (ValueError, RecursionError):

@@ -45,7 +45,8 @@ def scan_shard(numbered: tuple[int, ScanJob]) -> tuple[int, Scan]:
         scan.num_samples += 1
         if job.strict and sample.fault:
             raise UserError(f"{sample.fault}; shard {shown(job.path)}, key {sample.key}; "
-                            "python -m common.check_shards --fix OUT writes clean shards, --on_error skip goes on without such samples")
+                            "python -m common.check_shards --fix OUT writes clean shards, --on_error skip goes on "
+                            "without such samples")
         if job.fields is not None:
             _look(scan, sample, job.fields)
     return number, scan

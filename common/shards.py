@@ -49,9 +49,9 @@ class ShardIndex:
              storage: Storage | None = None, labels: bool = True) -> ShardIndex:
         """Read or make the index of the tars that `patterns` name. Called by rank 0, which broadcasts the result.
 
-        Raises UserError for a missing, torn or contradictory shard; for a torn sample too, unless `storage` skips errors, as
-        far as tars have to be scanned. `progress` wraps that scan. Without `labels`, samples need not have any: nobody asks
-        for the number of classes, and the index may have 0.
+        Raises UserError for a missing, torn or contradictory shard; for a torn sample too, unless `storage` skips
+        errors, as far as tars have to be scanned. `progress` wraps that scan. Without `labels`, samples need not have
+        any: nobody asks for the number of classes, and the index may have 0.
         """
         storage = storage or Storage()
         storage.clean()
@@ -63,7 +63,8 @@ class ShardIndex:
         labels = labels and not num_classes  # they are what has to be looked for
         unknown = np.arange(len(paths)) if labels else np.flatnonzero(sizes < 0)
         _check_scannable([paths[i] for i in unknown], storage)
-        jobs = [ScanJob(paths[i], storage, (fields or Fields()) if labels else None, not storage.skip_errors) for i in unknown]
+        jobs = [ScanJob(paths[i], storage, (fields or Fields()) if labels else None, not storage.skip_errors)
+                for i in unknown]
         scans = _scan(jobs, progress)
         sizes[unknown] = [scan.num_samples for scan in scans]
         check_totals(infos, zip(map(folder_of, paths), map(basename, paths), sizes.tolist(), strict=True))
@@ -109,7 +110,8 @@ def read_any_info(folder: str, storage: Storage) -> Info:
 
 
 def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
-    """Samples per shard as info.json has them, -1 where it does not, or where the tar is of another size than it says."""
+    """Samples per shard as info.json has them, -1 where it does not, or where the tar is of another size than it
+    says."""
     sizes = np.full(len(paths), -1, dtype=np.int64)
     for i, path in enumerate(paths):
         samples, num_bytes = infos[folder_of(path)].shards.get(basename(path), (None, None))
@@ -119,11 +121,13 @@ def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
 
 
 def _check_scannable(paths: Sequence[str], storage: Storage) -> None:
-    """Raise UserError for a remote shard of which nothing is known: nothing is assumed, and nothing read through just to count."""
+    """Raise UserError for a remote shard of which nothing is known: nothing is assumed, and nothing read through just
+    to count."""
     for path in paths:
         if is_remote(path) and not is_command(path) and not storage.cache_dir:
             raise UserError(f"nobody says how many samples and classes are in a shard; {shown(path)}; "
-                            f"put the {INFO} that common.make_shards writes beside it, or give --cache_dir to have it counted")
+                            f"put the {INFO} that common.make_shards writes beside it, or give --cache_dir to have it "
+                            "counted")
 
 
 def _scan(jobs: list[ScanJob], progress: Progress | None) -> list[Scan]:
@@ -134,17 +138,20 @@ def _scan(jobs: list[ScanJob], progress: Progress | None) -> list[Scan]:
 
 
 def known_classes(infos: dict[str, Info]) -> tuple[int, tuple[str, ...] | None]:
-    """The number of classes and their names as all folders have them; 0 and None where none does. Raises UserError if they differ."""
+    """The number of classes and their names as all folders have them; 0 and None where none does. Raises UserError if
+    they differ."""
     classes = _agree("classes", [info.classes for info in infos.values() if info.classes])
     num_classes = _agree("num_classes", [info.num_classes for info in infos.values() if info.num_classes])
     if classes and num_classes and len(classes) != num_classes:
-        raise UserError(f"shard folders differ: {num_classes} classes and {len(classes)} names; --shard_path; train on folders of the same classes")
+        raise UserError(f"shard folders differ: {num_classes} classes and {len(classes)} names; --shard_path; train on "
+                        "folders of the same classes")
     return num_classes or len(classes or ()), classes
 
 
 def _agree(name: str, values: list) -> Any:
     if len(set(values)) > 1:
-        raise UserError(f"shard folders differ in {name}: {str(values[0])[:80]} and {str(values[1])[:80]}; --shard_path; "
+        raise UserError(f"shard folders differ in {name}: {str(values[0])[:80]} and {str(values[1])[:80]}; "
+                        "--shard_path; "
                         "train on folders of the same classes")
     return values[0] if values else None
 
@@ -154,7 +161,8 @@ def _found_classes(scans: list[Scan], paths: Sequence[str]) -> tuple[int, tuple[
     labels = set().union(*(scan.labels for scan in scans))
     if not labels:
         scan, path = next((scan, path) for scan, path in zip(scans, paths, strict=True) if scan.error)
-        raise UserError(f"no sample has a label: {scan.error}; shard {shown(path)}; correct --label_field, or mend the shards")
+        raise UserError(f"no sample has a label: {scan.error}; shard {shown(path)}; correct --label_field, or mend the "
+                        "shards")
     num_classes = max(labels) + 1
     if num_classes > 1000 + 10 * len(labels):
         path = next(path for scan, path in zip(scans, paths, strict=True) if max(scan.labels, default=0) == max(labels))
@@ -168,7 +176,8 @@ def _warn_of_gaps(paths: Sequence[str]) -> None:
     missing = gaps(paths)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        print(f"warning: the numbers of the shards have a gap; {shown(missing[0])}{more} not there; copy it again if that is not meant",
+        print(f"warning: the numbers of the shards have a gap; {shown(missing[0])}{more} not there; copy it again if "
+              "that is not meant",
               file=sys.stderr, flush=True)
 
 

@@ -129,7 +129,8 @@ class Walker:
         offset = self.source.position
         is_file = kind in _FILES and not (kind == b"\0" and name.endswith(b"/"))
         size = size if is_file or kind not in b"123456" else 0  # links, devices and folders have no data
-        yield Entry(name.decode("utf-8", "surrogateescape"), offset, size, "file" if is_file else "link" if kind in _LINKS else "other")
+        yield Entry(name.decode("utf-8", "surrogateescape"), offset, size, "file" if is_file else "link"
+                    if kind in _LINKS else "other")
         rest = offset + size - self.source.position
         if rest > 0 and self.source.skip(rest) < rest:
             raise TarError(f"cut short within the member {_shown(name)} at byte {start}")

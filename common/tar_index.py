@@ -1,4 +1,5 @@
-"""Where each sample of a tar lies: found by a walk over its headers, kept beside the tar in the format of NVIDIA DALI's wds2idx.
+"""Where each sample of a tar lies: found by a walk over its headers, kept beside the tar in the format of NVIDIA
+DALI's wds2idx.
 
 One text file per shard (`train-0000.idx` for `train-0000.tar`) serves two readers: ours, which needs no
 second pass over the tar, and DALI's. A line per sample, `extension offset size name` per member.
@@ -84,7 +85,7 @@ def sample_faults(samples: Iterable[Sample]) -> dict[int, str]:
 
 def scattered() -> str:
     """What is told of a sample whose files stand in several places."""
-    return "the files of one sample are not next to each other (pack again with its files sorted by name: tar --sort=name)"
+    return "the files of one sample are not next to each other (pack them again sorted by name: tar --sort=name)"
 
 
 def duplicate(extension: str) -> str:
@@ -107,7 +108,8 @@ def load_samples(path: str | Path) -> list[Sample]:
 
 
 def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
-    """The samples of a tar in order: neighbours that share a key. Raises UserError for a tar that is torn, naming it as `shown`.
+    """The samples of a tar in order: neighbours that share a key. Raises UserError for a tar that is torn, naming it
+    as `shown`.
 
     Faults of single samples are left in, see `sample_faults`: who skips errors skips them one by one.
     """
@@ -125,15 +127,18 @@ def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
     except TarError as error:
         raise UserError(f"{error}; shard {shown or path}; {RESCUE}") from None
     except OSError as error:
-        raise UserError(f"a shard cannot be read ({error.strerror}); {path}; check its permissions and the disk") from None
+        raise UserError(f"a shard cannot be read ({error.strerror}); {path}; check its permissions and the "
+                        "disk") from None
     if samples and not walker.has_end:
-        print(f"warning: no end mark, the tar may have been cut after its {len(samples)} samples; shard {shown or path}",
+        print(f"warning: no end mark, the tar may have been cut after its {len(samples)} samples; shard "
+              f"{shown or path}",
               file=sys.stderr, flush=True)
     return samples
 
 
 def write_index(tar: str | Path, samples: list[Sample]) -> None:
-    """Write the index of `tar` beside it, whole or not at all. Names with blanks, which the format cannot hold: not at all."""
+    """Write the index of `tar` beside it, whole or not at all. Names with blanks, which the format cannot hold: not at
+    all."""
     if any(word.split() != [word] for sample in samples for m in sample for word in (m.name, m.extension)):
         return
     lines = [f"{VERSION} {len(samples)}"]
@@ -175,7 +180,8 @@ def read_index(tar: str | Path) -> list[Sample] | None:
 
 
 def check_not_cut(tar: str | Path, samples: list[Sample]) -> None:
-    """Raise UserError where an index, though it does not fit, shows that the tar went on: the only sign of a cut between members."""
+    """Raise UserError where an index, though it does not fit, shows that the tar went on: the only sign of a cut
+    between members."""
     try:
         promised = _parse_index(tar, os.path.getsize(tar))
     except (OSError, ValueError):
@@ -206,7 +212,8 @@ def _parse(line: str) -> Sample:
 
 
 def _matches(tar: str | Path, samples: list[Sample], size: int) -> bool:
-    """Whether all lies within the tar, the first and last member stand where the index says, and only zeros come after."""
+    """Whether all lies within the tar, the first and last member stand where the index says, and only zeros come
+    after."""
     if not samples:
         return size <= 20 * BLOCK
     if any(m.offset < BLOCK or m.size < 0 or m.offset + m.size > size for sample in samples for m in sample):

@@ -71,6 +71,7 @@ def compression(start: bytes) -> bytes | None:
 
 
 def decompressed(file: Any) -> BinaryIO:
-    """The bytes of a tar, whether `file` holds them as they are or compressed. `file` is buffered: it is peeked into."""
+    """The bytes of a tar, whether `file` holds them as they are or compressed. `file` is buffered: it is peeked
+    into."""
     magic = compression(file.peek(6)[:6])
     return OPENERS[magic](file) if magic else file

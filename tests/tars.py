@@ -36,7 +36,8 @@ def files(keys: Iterable[str], image: str = "jpg", label: str = "json") -> list[
     found = []
     for number, key in enumerate(keys):
         found.append((f"{key}.{image}", jpeg(number % 2, number)))
-        found.append((f"{key}.{label}", json.dumps({"label": number % 2}).encode() if label == "json" else b"%d" % (number % 2)))
+        found.append((f"{key}.{label}", json.dumps({"label": number % 2}).encode() if label == "json"
+                      else b"%d" % (number % 2)))
     return found
 
 

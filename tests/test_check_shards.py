@@ -28,7 +28,8 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     done = run("common.check_shards", write_shards(tmp_path), "-w", 2).check(0)
     assert done.out.splitlines() == [
         "3 shards, 20 samples, 20 of them usable, 2 classes; nothing is wrong",
-        "exact and resampled feed any number of ranks × workers; split at most 3 ranks, and every worker if ranks × workers are at most 3"]
+        "exact and resampled feed any number of ranks × workers; split at most 3 ranks, and every worker if ranks × "
+        "workers are at most 3"]
     assert "\r" not in done.err
 
 
@@ -37,8 +38,10 @@ def broken_folder(folder: Path) -> Path:
     good = files(KEYS)
     half = good[6][1][: len(good[6][1]) // 2]
     faults = {
-        "image": [*good[:6], ("03.jpg", half), *good[7:]], "label": [*good[:7], ("03.json", b'{"label": 7}'), *good[8:]],
-        "json": [*good[:7], ("03.json", b"{"), *good[8:]], "missing": [*good[:7], *good[8:]], "twice": [*good[:8], ("03.JPG", good[6][1]), *good[8:]],
+        "image": [*good[:6], ("03.jpg", half), *good[7:]],
+        "label": [*good[:7], ("03.json", b'{"label": 7}'), *good[8:]],
+        "json": [*good[:7], ("03.json", b"{"), *good[8:]], "missing": [*good[:7], *good[8:]],
+        "twice": [*good[:8], ("03.JPG", good[6][1]), *good[8:]],
         "other": [*good[:8], ("03.jpg", good[8][1]), *good[8:]], "apart": [*good[:6], good[7], *good[8:], good[6]]}
     for name, members in faults.items():
         write_tar(folder / f"{name}.tar", members)
@@ -55,7 +58,8 @@ def broken_folder(folder: Path) -> Path:
 EXPECTED = {  # shard: (cause, key), samples that are saved
     "image": (("truncated", "03"), 9), "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
     "missing": (("no label", "03"), 9), "twice": (("torn sample", "03"), 10), "other": (("torn sample", "03"), 9),
-    "apart": (("torn sample", "03"), 10), "cut": (("damaged tar", ""), 3), "damaged": (("damaged tar", ""), 9), "page": (("damaged tar", ""), 0)}
+    "apart": (("torn sample", "03"), 10), "cut": (("damaged tar", ""), 3), "damaged": (("damaged tar", ""), 9),
+    "page": (("damaged tar", ""), 0)}
 
 
 def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -73,10 +77,12 @@ def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capsys: pytes
     assert [sample.key for sample in by_position(index)] == [sample.key for sample in by_stream(index)]
     assert all(read_index(path) == scan_tar(path) for path in index.paths)
     assert checked(capsys, tmp_path / "clean") == (0, {
-        "shards": 9, "samples": 77, "usable": 77, "num_classes": 2, "labels": index_labels(index), "causes": {}, "problems": [], "warnings": [],
+        "shards": 9, "samples": 77, "usable": 77, "num_classes": 2, "labels": index_labels(index), "causes": {},
+        "problems": [], "warnings": [],
         "feeds": {"exact": None, "resampled": None, "split": 9}})
     assert len((tmp_path / "clean" / "rejected.jsonl").read_text().splitlines()) == len(report["problems"])
-    assert main([str(folder), "--fix", str(tmp_path / "clean")]) == 1 and "shards are here already" in capsys.readouterr().err
+    assert main([str(folder), "--fix", str(tmp_path / "clean")]) == 1
+    assert "shards are here already" in capsys.readouterr().err
 
 
 def index_labels(index: ShardIndex) -> dict[str, int]:
@@ -85,12 +91,15 @@ def index_labels(index: ShardIndex) -> dict[str, int]:
 
 
 def test_the_report_for_people(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    members = [member for number in range(30) for member in ((f"{number:02d}.jpg", b"x"), (f"{number:02d}.json", b'{"label": 1}'))]
+    members = []
+    for number in range(30):
+        members += [(f"{number:02d}.jpg", b"x"), (f"{number:02d}.json", b'{"label": 1}')]
     write_tar(tmp_path / "t-0.tar", [*members, ("fine.jpg", jpeg(1, 0)), ("fine.json", b'{"label": 1}')])
     write_tar(tmp_path / "t-2.tar", [])
     assert main([str(tmp_path), "-w", "0"]) == 1
     text = capsys.readouterr().out.splitlines()
-    assert text[0].startswith("wrong: t-0, key 00, count 0: not an image") and text[20] == "wrong: 10 more: not an image"
+    assert text[0].startswith("wrong: t-0, key 00, count 0: not an "
+                              "image") and text[20] == "wrong: 10 more: not an image"
     assert text[21:24] == ["warning: 1 of 2 classes have no usable sample", "warning: 1 shards are empty, such as t-2",
                            f"warning: 1 numbers are missing between the shards, such as {tmp_path}/t-1.tar"]
     assert text[24] == "2 shards, 31 samples, 1 of them usable, 2 classes; 30 problems: 30 not an image"
@@ -112,8 +121,10 @@ def test_compressed_and_odd_shards(tmp_path: Path, capsys: pytest.CaptureFixture
     plain = write_tar(tmp_path / "x" / "plain.tar", files(["a b/ü", "c" * 120 + ".d"]), format=2)
     (tmp_path / "s:1").mkdir()
     (tmp_path / "s:1" / "a.tar.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    code, report = checked(capsys, tmp_path / "s:1", "--fix", tmp_path / "clean", "--label_field", "json", "--image_field", "jpg")
-    assert (code, report["samples"], report["causes"]) == (1, 2, {"no label": 1})  # the field is d.json: the key ends at the first dot
+    code, report = checked(capsys, tmp_path / "s:1", "--fix", tmp_path / "clean", "--label_field", "json",
+                           "--image_field", "jpg")
+    assert (code, report["samples"]) == (1, 2)
+    assert report["causes"] == {"no label": 1}  # the field is d.json: the key ends at the first dot
     assert [sample.key for sample in by_position(ShardIndex.open([str(tmp_path / "clean")]))] == ["a_b/ü"]
 
 

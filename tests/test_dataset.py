@@ -1,4 +1,5 @@
-"""What each worker of each rank reads, without processes where that is possible; then with them: mixing, start methods, memory."""
+"""What each worker of each rank reads, without processes where that is possible; then with them: mixing, start
+methods, memory."""
 
 from __future__ import annotations
 
@@ -38,8 +39,10 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> ShardIndex:
     return ShardIndex.open([str(write_shards(tmp_path_factory.mktemp("data"), SIZES))])
 
 
-def make_source(index: ShardIndex, kind: str, rank: int = 0, ranks: int = 1, epochs: int = 1, window: int = 5000, batch: int = BATCH) -> Source:
-    plan = EpochPlan(index.num_samples, batch * ranks, epochs, rank, ranks, seed=3, window=window, drop_last=kind != "exact")
+def make_source(index: ShardIndex, kind: str, rank: int = 0, ranks: int = 1, epochs: int = 1, window: int = 5000,
+                batch: int = BATCH) -> Source:
+    plan = EpochPlan(index.num_samples, batch * ranks, epochs, rank, ranks, seed=3, window=window,
+                     drop_last=kind != "exact")
     return ExactSource(index, plan) if kind == "exact" else StreamSource(index, plan, kind == "resampled")
 
 
@@ -71,9 +74,12 @@ def test_exact_reads_every_sample_once(index: ShardIndex, ranks: int, workers: i
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (1, 3), (2, 1), (3, 1)])
 @pytest.mark.parametrize("window", [-1, 0, 8])
 def test_split_deals_shards(index: ShardIndex, ranks: int, workers: int, window: int) -> None:
-    """Per epoch the ranks' shards are disjoint; equal steps; the order of shards is another in every epoch, the same in every run."""
-    read = [steps_read(make_source(index, "split", rank, ranks, epochs=3, window=window), workers) for rank in range(ranks)]
-    again = [steps_read(make_source(index, "split", rank, ranks, epochs=3, window=window), workers) for rank in range(ranks)]
+    """Per epoch the ranks' shards are disjoint; equal steps; the order of shards is another in every epoch, the same
+    in every run."""
+    read = [steps_read(make_source(index, "split", rank, ranks, epochs=3, window=window), workers)
+            for rank in range(ranks)]
+    again = [steps_read(make_source(index, "split", rank, ranks, epochs=3, window=window), workers)
+             for rank in range(ranks)]
     assert read == again
     steps = 20 // (BATCH * ranks)
     for found in read:
@@ -99,7 +105,8 @@ def test_resampled_draws_with_replacement(index: ShardIndex, workers: int) -> No
 
 
 def test_the_order_of_the_article(index: ShardIndex) -> None:
-    """Without shuffling each worker reads its own shards front to back, and workers take turns; who has less begins again."""
+    """Without shuffling each worker reads its own shards front to back, and workers take turns; who has less begins
+    again."""
     read = steps_read(make_source(index, "split", window=-1, batch=4), 2, batch=4)
     first = [("test-0000", count) for count in range(10)] + [("test-0002", count) for count in range(7)]
     second = [("test-0001", count) for count in range(3)] * 3
@@ -152,7 +159,8 @@ def test_nothing_in_a_shard_is_executed(tmp_path: Path, kind: str) -> None:
     """Pickles under every name that some decoder would load: read, checked, counted, and never run."""
     canary = tmp_path / "canary"
     bad = pickle.dumps(Canary(canary))
-    members = [(f"{key}.{name}", bad) for key in "abcd" for name in ("pkl", "pyd", "pth", "pickle", "pt", "npy", "cls.pkl", "json.pkl")]
+    members = [(f"{key}.{name}", bad) for key in "abcd"
+               for name in ("pkl", "pyd", "pth", "pickle", "pt", "npy", "cls.pkl", "json.pkl")]
     members += files("abcd")
     members.sort(key=lambda member: member[0].partition(".")[0])
     write_tar(tmp_path / "s" / "t.tar", members)
@@ -165,13 +173,16 @@ def test_nothing_in_a_shard_is_executed(tmp_path: Path, kind: str) -> None:
     assert canary.exists()
 
 
-def make_dataset(source: Source, num_workers: int, mix: str = "none", batch: int = BATCH, fields: Fields | None = None) -> BatchDataset:
-    return BatchDataset(source, Mix(mix, batch, max(num_workers, 1), 3), fields or Fields(num_classes=2), ImageTransform(16, "crop"))
+def make_dataset(source: Source, num_workers: int, mix: str = "none", batch: int = BATCH,
+                 fields: Fields | None = None) -> BatchDataset:
+    return BatchDataset(source, Mix(mix, batch, max(num_workers, 1), 3), fields or Fields(num_classes=2),
+                        ImageTransform(16, "crop"))
 
 
 def batches(index: ShardIndex, kind: str, mix: str, workers: int, batch: int = 4, **options: Any) -> list[Any]:
     source = make_source(index, kind, batch=batch, **options)
-    return [(b.step.step, b.worker, b.label.tolist(), b.shard, b.count) for b in Loader(make_dataset(source, workers, mix, batch), workers)]
+    return [(b.step.step, b.worker, b.label.tolist(), b.shard, b.count)
+            for b in Loader(make_dataset(source, workers, mix, batch), workers)]
 
 
 @pytest.mark.parametrize("mix", ["none", "pooled", "shuffle", "queue"])
@@ -261,7 +272,8 @@ def test_memory_of_100_000_names(tmp_path: Path, kind: str) -> None:
     names = tuple(f"train-{i:06d}" for i in range(number))
     index = ShardIndex(paths, names, np.full(number, 6), 2, None, OneTar(real=str(tar)))
     received, sent = multiprocessing.get_context("fork").Pipe()
-    worker = multiprocessing.get_context("fork").Process(target=read_some, args=(make_source(index, kind, window=100), sent))
+    worker = multiprocessing.get_context("fork").Process(target=read_some,
+                                                         args=(make_source(index, kind, window=100), sent))
     worker.start()
     assert received.poll(60)
     used = received.recv()

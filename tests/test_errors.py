@@ -21,13 +21,15 @@ BROKEN = {3: b"{", 11: b"", 17: b'{"label": 1', 45: b'{"label": "cat"}', 50: b'{
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 samples: three with a bad json, two with none, one with a string for a label, one with a label out of range."""
+    """100 samples: three with a bad json, two with none, one with a string for a label, one with a label out of
+    range."""
     folder, number = tmp_path_factory.mktemp("broken"), 0
     for shard, size in enumerate(SIZES):
         members = []
         for _ in range(size):
             label = BROKEN.get(number, json.dumps({"label": number % 2}).encode())
-            members += [(f"{number:03d}.jpg", jpeg(number % 2, number)), *([(f"{number:03d}.json", label)] if label is not None else [])]
+            members += [(f"{number:03d}.jpg", jpeg(number % 2, number)),
+                        *([(f"{number:03d}.json", label)] if label is not None else [])]
             number += 1
         write_tar(folder / f"t-{shard}.tar", members)
     (folder / "info.json").write_text('{"dataset size": 100, "num_classes": 2}')
@@ -39,13 +41,16 @@ def test_skipped_on_two_ranks(broken: Path, tmp_path: Path) -> None:
     """93 of 100 are trained on, ranks take equal steps, and the audit takes what was skipped for no gap."""
     output = tmp_path / "run"
     done = run("train_ddp.py", "-s", broken, "--val_path", write_tar(tmp_path / "v" / "v.tar", [
-        ("a.jpg", jpeg(0, 0)), ("a.json", b'{"label": 0}'), ("b.json", b'{"label": 1}')]), *TINY, "--sampling", "exact", "-b", 4, "-w", 1,
+        ("a.jpg", jpeg(0, 0)), ("a.json", b'{"label": 0}'), ("b.json", b'{"label": 1}')]), *TINY, "--sampling", "exact",
+        "-b", 4, "-w", 1,
         "--n_epochs", 1, "--on_error", "skip", "--trace", "save", "--output", output, ranks=2).check()
     listed = rows(output / "errors.jsonl")
     found = [row for row in listed if row["kind"] == "train"]
     assert {int(row["key"]) for row in found} == set(BROKEN)
-    assert Counter(row["cause"] for row in found) == {"broken json": 2, "no label": 3, "bad label": 1, "label out of range": 1}
-    assert [(row["kind"], row["key"], row["cause"]) for row in listed if row["kind"] != "train"] == [("val", "b", "no image")]
+    assert Counter(row["cause"] for row in found) == {"broken json": 2, "no label": 3, "bad label": 1,
+                                                      "label out of range": 1}
+    assert [(row["kind"], row["key"], row["cause"]) for row in listed
+            if row["kind"] != "train"] == [("val", "b", "no image")]
     for row in found:
         assert row["epoch"] == 0 and row["shard"] == f"t-{sum(int(row['key']) >= border for border in (40, 70))}"
         assert row["count"] == int(row["key"]) - sum(SIZES[: int(row["shard"][2:])])
@@ -54,16 +59,19 @@ def test_skipped_on_two_ranks(broken: Path, tmp_path: Path) -> None:
     keys = [int(key) for lines in traced.values() for row in lines for key in row["key"]]
     assert sorted(keys) == sorted(set(range(100)) - set(BROKEN))
     assert rows(output / "metrics.jsonl")[-1]["samples"] == 1
-    told = [line for line in done.out.splitlines() if line.startswith("skipped 8 samples: 3 no label, 2 broken json, 1 bad label,")]
+    words = "skipped 8 samples: 3 no label, 2 broken json, 1 bad label,"
+    told = [line for line in done.out.splitlines() if line.startswith(words)]
     assert len(told) == 1
     audit = run("common.trace", output, "--json").check()
     assert json.loads(audit.out)["epochs"][0]["skipped"] == 7
 
 
 def test_stops_at_the_first_and_names_it(broken: Path, tmp_path: Path) -> None:
-    stopped = run("train_single.py", "-s", broken, *TINY, "-b", 4, "-w", 1, "--shuffle", -1, "--output", tmp_path / "run").check(1)
+    stopped = run("train_single.py", "-s", broken, *TINY, "-b", 4, "-w", 1, "--shuffle", -1, "--output",
+                  tmp_path / "run").check(1)
     lines = stopped.err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: broken json: ") and "shard t-0, key 003, count 3;" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("error: broken json: "
+                                                   "") and "shard t-0, key 003, count 3;" in lines[0]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
@@ -72,9 +80,11 @@ def test_nothing_but_corrupt_images(tmp_path: Path) -> None:
     members = []
     for number in range(60):
         data = jpeg(0, number)
-        members += [(f"{number}.jpg", data[: len(data) // 2] if number % 2 else b"<html>"), (f"{number}.json", b'{"label": 0}')]
+        members += [(f"{number}.jpg", data[: len(data) // 2] if number % 2 else b"<html>"),
+                    (f"{number}.json", b'{"label": 0}')]
     write_tar(tmp_path / "s" / "t.tar", members)
-    stopped = run("train_single.py", "-s", tmp_path / "s", *TINY, "-b", 4, "-w", 1, "--sampling", "resampled", "--n_epochs", 50, "--on_error", "skip",
+    stopped = run("train_single.py", "-s", tmp_path / "s", *TINY, "-b", 4, "-w", 1, "--sampling", "resampled",
+                  "--n_epochs", 50, "--on_error", "skip",
                   "--max_errors", 20, "--output", tmp_path / "run").check(1)
     lines = stopped.err.strip().splitlines()
     assert lines[-1].startswith("error: more than --max_errors 20 samples could not be used, 24 samples: ")
@@ -88,7 +98,8 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     log = ErrorLog(tmp_path, rank=1, attempt=2)
-    bad = [SkippedSample("corrupt", "corrupt: x", "s", 5, "a\nb\udc80"), SkippedSample("no label", "no label: y", "s", 6, "c")] * 50
+    bad = [SkippedSample("corrupt", "corrupt: x", "s", 5, "a\nb\udc80"),
+           SkippedSample("no label", "no label: y", "s", 6, "c")] * 50
     batch = Batch(torch.empty(0), torch.empty(0), Step(3, 7, 9, 0, 4), [], [], [], [], skipped=bad)
     assert log.add(batch) == 100
     told = capsys.readouterr().out.splitlines()
@@ -98,27 +109,33 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     assert len(capsys.readouterr().out.splitlines()) == 2
     listed = rows(tmp_path / "errors.jsonl")
     assert len(listed) == 200 and summary(log.counts) == "200 samples: 100 corrupt, 100 no label"
-    assert listed[0] == {"attempt": 2, "kind": "train", "epoch": 3, "step": 7, "rank": 1, "cause": "corrupt", "detail": "corrupt: x",
+    assert listed[0] == {"attempt": 2, "kind": "train", "epoch": 3, "step": 7, "rank": 1, "cause": "corrupt",
+                         "detail": "corrupt: x",
                          "shard": "s", "count": 5, "key": "a\nb\udc80"}
 
 
 @pytest.mark.parametrize("sampling", ["exact", "split"])
 def test_fields_that_are_not_there(tmp_path: Path, sampling: str) -> None:
-    """Image and label under other names: the first sample's fields are listed, whether the number of classes is known or not."""
+    """Image and label under other names: the first sample's fields are listed, whether the number of classes is known
+    or not."""
     folder = tmp_path / "s"
-    write_tar(folder / "t.tar", [(f"{key}.{name}", jpeg(0, 0) if name == "image.jpg" else b"1") for key in "abcd" for name in ("image.jpg", "label.txt")])
+    write_tar(folder / "t.tar", [(f"{key}.{name}", jpeg(0, 0) if name == "image.jpg" else b"1") for key in "abcd"
+                                 for name in ("image.jpg", "label.txt")])
     words = "wanted json or cls, found the fields image.jpg, label.txt"
     arguments = ("-s", folder, *TINY, "-b", 2, "-w", 1, "--sampling", sampling, "--n_epochs", 1)
     if sampling == "split":
         (folder / "info.json").write_text('{"dataset size": 4, "num_classes": 2}')
     assert words in run("train_single.py", *arguments, "--output", tmp_path / "a").check(1).err
     if sampling == "exact":
-        run("train_single.py", *arguments, "--label_field", "label.txt", "--image_field", "image.jpg", "--output", tmp_path / "b").check()
+        run("train_single.py", *arguments, "--label_field", "label.txt", "--image_field", "image.jpg", "--output",
+            tmp_path / "b").check()
 
 
 def test_an_empty_shard_is_named_once(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", (4, 4))
     (folder / "info.json").unlink()
     write_tar(folder / "test-0002.tar", [])
-    done = run("train_single.py", "-s", folder, *TINY, "-b", 2, "-w", 2, "--sampling", "split", "--n_epochs", 2, "--output", tmp_path / "run").check()
-    assert [line for line in done.out.splitlines() if "are empty" in line] == ["warning: 1 shards are empty, such as test-0002"]
+    done = run("train_single.py", "-s", folder, *TINY, "-b", 2, "-w", 2, "--sampling", "split", "--n_epochs", 2,
+               "--output", tmp_path / "run").check()
+    told = [line for line in done.out.splitlines() if "are empty" in line]
+    assert told == ["warning: 1 shards are empty, such as test-0002"]

@@ -15,7 +15,8 @@ def sample(**fields: bytes) -> RawSample:
 
 
 @pytest.mark.parametrize(("text", "label"), [
-    (b'{"label": 1}', 1), (b'{"label": "1"}', 1), (b'{"label": 1.0}', 1), (b'{"label": "dog"}', 1), (b'{"category": "dog"}', 1),
+    (b'{"label": 1}', 1), (b'{"label": "1"}', 1), (b'{"label": 1.0}', 1), (b'{"label": "dog"}', 1),
+    (b'{"category": "dog"}', 1),
     (b'{"label": 0, "category": "dog"}', 0), (b"1", 1), (b'"dog"', 1), (b'\xef\xbb\xbf{"label": 1}', 1)])
 def test_labels_in_json(text: bytes, label: int) -> None:
     assert Fields(num_classes=2, classes=("cat", "dog")).label(sample(json=text)) == label
@@ -28,11 +29,13 @@ def test_labels_in_cls(text: bytes, label: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "cause"), [
-    (b"{", "broken json"), (b"\xff\xfe\x00", "broken json"), (b"[" * 100_000, "broken json"), (b"9" * 6000, "broken json"), (b"", "no label"),
-    (b" \n", "no label"), (b"\0\0", "no label"), (b"{}", "no label"), (b'{"category": "cow"}', "bad label"), (b'{"label": null}', "bad label"),
-    (b'{"label": true}', "bad label"), (b'{"label": 0.5}', "bad label"), (b'{"label": NaN}', "bad label"), (b'{"label": 1e999}', "bad label"),
-    (b'{"label": [0, 1]}', "bad label"), (b'{"label": {"id": 1}}', "bad label"), (b'{"label": "1_0"}', "bad label"), (b'{"label": 2}', "label out of range"),
-    (b'{"label": -1}', "label out of range"), (b'{"label": 1' + b"0" * 4000 + b"}", "label out of range"), (b" " * (1 << 24) + b"1", "bad label")])
+    (b"{", "broken json"), (b"\xff\xfe\x00", "broken json"), (b"[" * 100_000, "broken json"),
+    (b"9" * 6000, "broken json"), (b"", "no label"), (b" \n", "no label"), (b"\0\0", "no label"), (b"{}", "no label"),
+    (b'{"category": "cow"}', "bad label"), (b'{"label": null}', "bad label"), (b'{"label": true}', "bad label"),
+    (b'{"label": 0.5}', "bad label"), (b'{"label": NaN}', "bad label"), (b'{"label": 1e999}', "bad label"),
+    (b'{"label": [0, 1]}', "bad label"), (b'{"label": {"id": 1}}', "bad label"), (b'{"label": "1_0"}', "bad label"),
+    (b'{"label": 2}', "label out of range"), (b'{"label": -1}', "label out of range"),
+    (b'{"label": 1' + b"0" * 4000 + b"}", "label out of range"), (b" " * (1 << 24) + b"1", "bad label")])
 def test_labels_that_are_none(text: bytes, cause: str) -> None:
     """Each has one cause that it is counted by, and a short detail."""
     with pytest.raises(SampleError) as found:
@@ -44,7 +47,8 @@ def test_labels_that_are_none(text: bytes, cause: str) -> None:
 def test_missing_fields_list_what_there_is() -> None:
     odd = sample(input_jpg=b"", outputs_txt=b"1")
     assert Fields().image_name(odd.fields) == "input.jpg"
-    with pytest.raises(SampleError, match="no label: wanted json or cls, found the fields input.jpg, outputs.txt; name one with --label_field"):
+    with pytest.raises(SampleError, match="no label: wanted json or cls, found the fields input.jpg, outputs.txt; name "
+                                          "one with --label_field"):
         Fields().label(odd)
     with pytest.raises(SampleError, match="no image: wanted png, found the fields input.jpg, outputs.txt"):
         Fields(image_field="png").image(odd)

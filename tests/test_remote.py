@@ -34,7 +34,8 @@ KEYS = [f"{number:02d}" for number in range(12)]
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder. A path may begin with a fault: /cut/…, /stall/…, /503/…, /norange/…, /page/…, /trickle/…, /slow/…, /once/…"""
+    """Serves a folder. A path may begin with a fault: /cut/…, /stall/…, /503/…, /norange/…, /page/…, /trickle/…,
+    /slow/…, /once/…"""
 
     daemon_threads = True
 
@@ -101,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
 def server(tmp_path: Path) -> Iterator[Server]:
     folder = write_shards(tmp_path / "served", (5, 3, 4))
     ShardIndex.open([str(folder)])
-    entries = [{"name": path.name, "samples": size} for path, size in zip(sorted(folder.glob("*.tar")), (5, 3, 4), strict=True)]
+    entries = [{"name": path.name, "samples": size} for path,
+               size in zip(sorted(folder.glob("*.tar")), (5, 3, 4), strict=True)]
     (folder / "info.json").write_text(json.dumps({"dataset size": 12, "num_classes": 2, "shards": entries}))
     found = Server(folder)
     thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
@@ -123,13 +125,15 @@ def test_what_passes_is_read_whole(server: Server, fault: str) -> None:
     """Connections that break are taken up where they broke, if the server can; a busy one is asked again."""
     assert read(f"{server.url}/{fault}/test-0000.tar?token=x") == (server.folder / "test-0000.tar").read_bytes()
     starts = [start for _, start in server.asked]
-    assert starts == {"fine": [0], "slow": [0], "503": [0, 0, 0], "cut": [0, 3000, 9000, 18000], "norange": [0, 3000, 6000, 9000]}[fault]
+    assert starts == {"fine": [0], "slow": [0], "503": [0, 0, 0], "cut": [0, 3000, 9000, 18000],
+                      "norange": [0, 3000, 6000, 9000]}[fault]
 
 
 def test_what_does_not_pass_is_told_in_time(server: Server) -> None:
     """A stall, at once or half-way, a trickle, a missing file, a page: the URL is named, its secrets are not."""
     started = time.monotonic()
-    for fault, words in {"stall": "stalled", "halt": "stalled", "trickle": "bytes came in", "break": "ended after 3500 of"}.items():
+    for fault, words in {"stall": "stalled", "halt": "stalled", "trickle": "bytes came in",
+                         "break": "ended after 3500 of"}.items():
         with pytest.raises(UserError, match=rf"{words}.*; {server.url}/{fault}/test-0000.tar;"):
             read(f"{server.url}/{fault}/test-0000.tar?token=secret", patience=1.0)
     assert time.monotonic() - started < 40
@@ -226,7 +230,8 @@ def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service.start()
     try:
         host, port = service.get_host_and_port()
-        for name, value in {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x",
+        for name, value in {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x",
+                            "AWS_SECRET_ACCESS_KEY": "x",
                             "AWS_DEFAULT_REGION": "us-east-1"}.items():
             monkeypatch.setenv(name, value)
         bucket, _ = remote._file_system("s3://bucket", 5.0)
@@ -239,9 +244,11 @@ def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         keys = [sample.key for sample in by_position(ShardIndex.open([str(folder)]))]
         for pattern in ("s3://bucket/a/", "s3://bucket/a/*.tar", "s3://bucket/a/test-000{0..1}.tar"):
             index = ShardIndex.open([pattern])
-            assert index.paths == ("s3://bucket/a/test-0000.tar", "s3://bucket/a/test-0001.tar") and index.sizes.tolist() == [5, 3]
+            assert index.paths == ("s3://bucket/a/test-0000.tar", "s3://bucket/a/test-0001.tar")
+            assert index.sizes.tolist() == [5, 3]
         assert [sample.key for sample in by_stream(index)] == keys
-        assert [sample.key for sample in by_position(ShardIndex.open([pattern], storage=Storage(str(tmp_path / "c"))))] == keys
+        cached = ShardIndex.open([pattern], storage=Storage(str(tmp_path / "c")))
+        assert [sample.key for sample in by_position(cached)] == keys
         with pytest.raises(UserError, match="no such object; s3://bucket/a/no.tar"):
             read("s3://bucket/a/no.tar")
     finally:
@@ -249,7 +256,8 @@ def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_limit_holds_and_what_is_open_stays(tmp_path: Path) -> None:
-    tars = {f"https://h/{name}.tar": write_tar(tmp_path / f"{name}.tar", files([f"{name}{i:03d}" for i in range(30)])) for name in "abcd"}
+    tars = {f"https://h/{name}.tar": write_tar(tmp_path / f"{name}.tar",
+                                               files([f"{name}{i:03d}" for i in range(30)])) for name in "abcd"}
     size = max(tar.stat().st_size for tar in tars.values())
     limit = int(2.5 * size)
     cache = Cache(str(tmp_path / "cache"), limit, patience_seconds=0.3)
@@ -288,7 +296,8 @@ with Storage(cache_dir=sys.argv[1]).held(sys.argv[2]) as (path, file):
 
 
 def start_reader(cache: Path, url: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", READ, cache, url], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", READ, cache, url], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
 
 
 def test_four_processes_on_one_cold_cache(server: Server, tmp_path: Path) -> None:
@@ -308,7 +317,8 @@ def test_four_processes_on_one_cold_cache(server: Server, tmp_path: Path) -> Non
     readers = [start_reader(cache, url) for _ in range(4)]
     results = [reader.communicate(timeout=60) for reader in readers]
     assert results == [(f"{size}\n", "")] * 4
-    assert len(server.asked) == num_asked + 1 and len(list(cache.glob("*.tar"))) == 1 and not list(cache.glob(".*.part"))
+    assert len(server.asked) == num_asked + 1
+    assert len(list(cache.glob("*.tar"))) == 1 and not list(cache.glob(".*.part"))
 
 
 @pytest.mark.slow
@@ -317,11 +327,13 @@ def test_training_from_http(server: Server, tmp_path: Path) -> None:
     pattern = f"{server.url}/cut/test-{{0000..0002}}.tar"
     common = (*TINY, "-b", 2, "-w", 1, "--n_epochs", 1, "--trace", "save")
     run("train_single.py", "-s", pattern, *common, "--sampling", "split", "--output", tmp_path / "split").check()
-    run("train_ddp.py", "-s", pattern, *common, "--sampling", "exact", "--cache_dir", tmp_path / "cache", "--output", tmp_path / "exact", ranks=2).check()
+    run("train_ddp.py", "-s", pattern, *common, "--sampling", "exact", "--cache_dir", tmp_path / "cache", "--output",
+        tmp_path / "exact", ranks=2).check()
     keys = sorted(key for lines in trace(tmp_path / "exact").values() for row in lines for key in row["key"])
     assert keys == [f"{number:06d}" for number in range(12)]
     assert run("common.trace", tmp_path / "exact").code == 0
     started = time.monotonic()
-    failed = run("train_single.py", "-s", f"{server.url}/stall/test-0000.tar", *common, "--sampling", "split", "--timeout", 6,
+    failed = run("train_single.py", "-s", f"{server.url}/stall/test-0000.tar", *common, "--sampling", "split",
+                 "--timeout", 6,
                  "--output", tmp_path / "stall").check(1)
     assert f"{server.url}/stall/info.json" in failed.err.splitlines()[-1] and time.monotonic() - started < 60

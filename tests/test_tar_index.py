@@ -1,4 +1,5 @@
-"""Tars as people make them, read by position and as a stream: the same samples, and the same words for what is wrong."""
+"""Tars as people make them, read by position and as a stream: the same samples, and the same words for what is
+wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def test_key_ends_at_the_first_dot_of_the_file_name() -> None:
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_formats_and_names(tmp_path: Path, format: int) -> None:
-    """Dots and blanks in folders, names of 150 letters (of 260 where the format allows), non-ASCII, upper-case extensions."""
+    """Dots and blanks in folders, names of 150 letters (of 260 where the format allows), non-ASCII, upper-case
+    extensions."""
     keys = ["train.v1/0001", "ordner mit blank/ü 山", "a" * 90 + "/" + "b" * 60]
     if format != tarfile.USTAR_FORMAT:
         keys.append("/".join("c" * 50 for _ in range(5)))
@@ -63,7 +65,8 @@ def test_side_files_tear_nothing(tmp_path: Path) -> None:
            ("README", b"x"), ("__meta__/x.jpg", b"x")]
     index = index_of(write_tar(tmp_path / "a.tar", odd), sizes=[1])
     for samples in (by_position(index), by_stream(index)):
-        assert [(sample.key, sorted(sample.fields), sample.fault) for sample in samples] == [("d/a", ["jpg", "json"], None)]
+        assert [(sample.key, sorted(sample.fields), sample.fault)
+                for sample in samples] == [("d/a", ["jpg", "json"], None)]
 
 
 def test_files_that_are_not_neighbours(tmp_path: Path) -> None:
@@ -111,7 +114,8 @@ def cut_places(tar: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("place", ["mid data", "border of samples", "border of members", "mid header", "end"])
 def test_cut_tars(tmp_path: Path, place: str, capfd: pytest.CaptureFixture) -> None:
-    """Wherever it was cut: told, by the walk itself or because the number of samples was known; a lost end mark alone is a warning."""
+    """Wherever it was cut: told, by the walk itself or because the number of samples was known; a lost end mark alone
+    is a warning."""
     tar = write_tar(tmp_path / "a.tar", files(KEYS))
     index = ShardIndex.open([str(tmp_path)])  # leaves a.idx and info.json
     os.truncate(tar, cut_places(tar)[place])
@@ -156,7 +160,9 @@ def test_index_is_dalis_and_reads_back(tmp_path: Path) -> None:
     samples = scan_tar(tar)
     write_index(tar, samples)
     lines = index_path(tar).read_text().splitlines()
-    assert lines[0] == "v1.2 2" and lines[1] == f"jpg 512 {samples[0][0].size} x/ü.jpg json {samples[0][1].offset} 12 x/ü.json"
+    image, label = samples[0]
+    assert lines[0] == "v1.2 2"
+    assert lines[1] == f"jpg 512 {image.size} x/ü.jpg json {label.offset} 12 x/ü.json"
     assert read_index(tar) == samples
     whole = tar.read_bytes()
     for sample in samples:
@@ -165,11 +171,13 @@ def test_index_is_dalis_and_reads_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [
     ["v1.2 2", "jpg 512 99999999 a.jpg", "jpg 512 5 b.jpg"], ["v1.2 2", "jpg -512 5 a.jpg", "jpg 512 5 b.jpg"],
-    ["v1.2 2", "jpg 512 -5 a.jpg", "jpg 512 5 b.jpg"], ["v1.2 99999999999999999999", "jpg 512 5 a.jpg"], ["v1.2 1", "jpg 0 5 a.jpg"],
-    ["v1.2 1", ""], ["v1.1 1", "jpg 512 5"], ["v1.2"], [""], ["v1.2 -1"], ["v1.2 1", "jpg 512 5 a.jpg json"], ["\0\1\2"],
-    ["v1.2 1", "jpg 512 " + "9" * 5000 + " a.jpg"], ["v1.2 1", "jpg 1024 700 a.jpg"]])
+    ["v1.2 2", "jpg 512 -5 a.jpg", "jpg 512 5 b.jpg"], ["v1.2 99999999999999999999", "jpg 512 5 a.jpg"],
+    ["v1.2 1", "jpg 0 5 a.jpg"], ["v1.2 1", ""], ["v1.1 1", "jpg 512 5"], ["v1.2"], [""], ["v1.2 -1"], ["\0\1\2"],
+    ["v1.2 1", "jpg 512 5 a.jpg json"], ["v1.2 1", "jpg 512 " + "9" * 5000 + " a.jpg"],
+    ["v1.2 1", "jpg 1024 700 a.jpg"]])
 def test_an_index_is_not_believed(tmp_path: Path, lines: list[str]) -> None:
-    """Offsets out of the tar, negative, huge counts, another version, another tar: scanned anew, and the same samples come out."""
+    """Offsets out of the tar, negative, huge counts, another version, another tar: scanned anew, and the same samples
+    come out."""
     tar = write_tar(tmp_path / "a.tar", files(["a", "b"]))
     index_path(tar).write_text("\n".join(lines) + "\n")
     assert read_index(tar) is None
@@ -193,10 +201,12 @@ def test_stale_and_foreign_indexes(tmp_path: Path) -> None:
 def test_walk_agrees_with_tarfile_on_any_names(tmp_path: Path) -> None:
     draw = random.Random(5)
     for number in range(30):
-        names = ["/".join("".join(draw.choice("abü.山 _-") for _ in range(draw.randint(1, 70))) for _ in range(draw.randint(1, 3)))
+        names = ["/".join("".join(draw.choice("abü.山 _-") for _ in range(draw.randint(1, 70)))
+                          for _ in range(draw.randint(1, 3)))
                  for _ in range(10)]
         format = draw.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-        tar = write_tar(tmp_path / f"{number}.tar", [(f"{i}{name}.x", os.urandom(draw.randint(0, 1500))) for i, name in enumerate(names)],
+        tar = write_tar(tmp_path / f"{number}.tar",
+                        [(f"{i}{name}.x", os.urandom(draw.randint(0, 1500))) for i, name in enumerate(names)],
                         format=format)
         with tarfile.open(tar) as whole:
             expected = [(m.name, m.offset_data, m.size) for m in whole if not m.name.rpartition("/")[2].startswith(".")]
