@@ -25,7 +25,7 @@ from common.stop import StopSignals
 from common.threads import own_seat, share_cores
 
 T = TypeVar("T")
-STOP_SECONDS = 5.0  # that a rank asked to stop goes on waiting for the others at the start
+STOP_SECONDS = 15.0  # that a rank asked to stop goes on waiting for the others at the start
 
 
 @dataclass(frozen=True)

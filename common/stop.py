@@ -56,11 +56,12 @@ class StopSignals:
     @contextmanager
     def impatient(self, seconds: float) -> Iterator[None]:
         """Around a wait for the other ranks: after a stop it lasts `seconds` at most, then the process ends."""
-        left = threading.Event()
+        left, began = threading.Event(), time.monotonic()
 
         def watch() -> None:
             while not left.wait(0.1):
-                if self._first_seconds is not None and time.monotonic() - self._first_seconds > seconds:
+                first = self._first_seconds
+                if first is not None and time.monotonic() - max(first, began) > seconds:
                     os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=watch, name="impatient", daemon=True).start()

@@ -96,7 +96,7 @@ def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, format: str) -> N
     path, canary = tmp_path / "last.pt", tmp_path / "canary"
     bomb = {**state(1), "extra": Bomb(canary)}
     if format == "pickle":
-        path.write_bytes(pickle.dumps(bomb))
+        path.write_bytes(pickle.dumps(bomb, protocol=2))
     else:
         torch.save(bomb, path, _use_new_zipfile_serialization=format == "zip")
     with pytest.raises(UserError, match="more than tensors and plain containers, and is not loaded"):

@@ -57,6 +57,19 @@ def test_the_second_ends_at_once_even_in_a_call_that_does_not_return() -> None:
     process.stdout.close()
 
 
+def test_a_stop_from_before_the_wait_leaves_it_its_time() -> None:
+    process = child("""
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(1)
+        with stop.impatient(0.9):
+            time.sleep(0.3)
+        print("met", flush=True)
+    """)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "met\n" and process.returncode == 0
+
+
 def test_a_wait_for_others_ends_after_a_stop() -> None:
     process = child("""
         with stop.impatient(0.5):
