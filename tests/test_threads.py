@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from common.threads import chosen, fair_share
-
 from tests.helpers import ROOT
 
 
