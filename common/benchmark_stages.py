@@ -79,9 +79,9 @@ def stage_seconds(
             for name in DECODERS:
                 patches.enter_context(patch.object(jpeg, name, clock.timed("decode", getattr(jpeg, name))))
             patches.enter_context(patch.object(transforms, "open_image", clock.timed("decode", transforms.open_image)))
-            patches.enter_context(
-                patch.object(ImageTransform, "__call__", clock.timed("crop+resize", ImageTransform.__call__))
-            )
+            for name in ("prepare", "finish"):
+                timed = clock.timed("crop+resize", getattr(ImageTransform, name))
+                patches.enter_context(patch.object(ImageTransform, name, timed))
             patches.enter_context(patch.object(loader, "_checked", clock.timed("transfer", _sent_through)))
             return _stages(clock, batches, num_images, device)
     finally:

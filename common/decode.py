@@ -65,6 +65,8 @@ def open_image(data: Data) -> Picture:
 class Picture:
     """An image whose size is known: `height` and `width` upright, and any part of its pixels on demand."""
 
+    is_decoded = False  # whether the pixels are in memory already
+
     def __init__(self, height: int, width: int, orientation: int):
         self.orientation = orientation
         self.height, self.width = (width, height) if is_sideways(orientation) else (height, width)
@@ -112,6 +114,8 @@ class _JpegPicture(Picture):
 
 class _RasterPicture(Picture):
     """Every other format: Pillow decodes the whole image at once."""
+
+    is_decoded = True
 
     def __init__(self, data: memoryview, name: str):
         if name == "PNG":

@@ -26,6 +26,15 @@ from common.picture import Box
 REDUCTION_MARGIN = 2.0
 
 
+class Prepared(NamedTuple):
+    """An image that is known but, if a JPEG, not decoded. `box` is the crop to be scaled; None for the centre."""
+
+    picture: Picture
+    rng: random.Random
+    box: Box | None = None
+    mirror: bool = False
+
+
 @dataclass(frozen=True)
 class ImageTransform:
     """Decode an image and write a square of it into a slot of a batch. Made once, called for every sample.
@@ -63,13 +72,22 @@ class ImageTransform:
         if not torch.is_inference_mode_enabled():  # a loader enters it once for a whole batch
             with torch.inference_mode():
                 return self(data, key, out)
-        rng = random.Random(key)
-        picture = open_image(data)
-        if self.augment == "crop":
-            self._crop(picture, rng, out)
+        self.finish(self.prepare(data, key), out)
+
+    def prepare(self, data: Data, key: int) -> Prepared:
+        """The first half of a call: all that needs no pixels. Raises DecodeError. `data` must stay as it is until `finish`."""
+        rng, picture = random.Random(key), open_image(data)
+        if self.augment == "center":
+            return Prepared(picture, rng)
+        return Prepared(picture, rng, random_crop(picture.height, picture.width, rng), rng.random() < 0.5)
+
+    def finish(self, prepared: Prepared, out: Tensor) -> None:
+        """The second half: decode, crop and resize into `out`. Raises DecodeError."""
+        if prepared.box is None:
+            self._center(prepared.picture, out)
         else:
-            self._center(picture, out)
-        image = self.after_crop(out, rng)
+            self._crop(prepared.picture, prepared.box, prepared.mirror, out)
+        image = self.after_crop(out, prepared.rng)
         if image is not out:
             out.copy_(image)
 
@@ -77,9 +95,7 @@ class ImageTransform:
         """For subclasses: change the finished image, uint8 (3, size, size). All randomness must come from `rng`."""
         return image
 
-    def _crop(self, picture: Picture, rng: random.Random, out: Tensor) -> None:
-        box = random_crop(picture.height, picture.width, rng)
-        mirror = rng.random() < 0.5
+    def _crop(self, picture: Picture, box: Box, mirror: bool, out: Tensor) -> None:
         factor = _reduction(picture, box, self.size)
         if factor > 1:
             out.copy_(picture.scaled(box, self.size, factor, mirror))
