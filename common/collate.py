@@ -28,7 +28,7 @@ class SkippedSample:
 
 @dataclass
 class Batch:
-    """What one rank trains on in one step. `image` lies in a ring: it is overwritten once the next batch is asked for."""
+    """What one rank trains on in a step. `image` lies in a ring: it is overwritten once the next batch is asked for."""
 
     image: torch.Tensor  # uint8, (n, 3, size, size), channels-last
     label: torch.Tensor  # int64, (n,)
@@ -69,8 +69,8 @@ def shared_ring(num_slots: int, batch_size: int, image_size: int) -> torch.Tenso
     except OSError:
         free = num_bytes  # no such file system: let the allocation say
     if free < num_bytes:
-        raise UserError(f"not enough shared memory: the loader needs {num_bytes >> 20} MB, {free >> 20} MB are free; /dev/shm; "
-                        "lower -b, -w or --image_size, or give the container more (docker: --shm-size)")
+        raise UserError(f"not enough shared memory: the loader needs {num_bytes >> 20} MB, {free >> 20} MB are free; "
+                        "/dev/shm; lower -b, -w or --image_size, or give the container more (docker: --shm-size)")
     return torch.empty((num_slots, batch_size, image_size, image_size, 3), dtype=torch.uint8).share_memory_()
 
 
@@ -81,8 +81,11 @@ def as_images(slot: torch.Tensor) -> torch.Tensor:
 
 def assemble(step: Step, ring_slot: torch.Tensor, pieces: list[Made]) -> Batch:
     """The batch of `step` from the pieces that hold its rows. Rows that were skipped close up."""
-    found = sorted((row, piece, i) for piece_number, piece in enumerate(pieces) for i, (owner, row) in enumerate(piece.rows)
-                   if owner == step.global_step) if len(pieces) > 1 else [(row, pieces[0], i) for i, (_, row) in enumerate(pieces[0].rows)]
+    if len(pieces) == 1:
+        found = [(row, pieces[0], i) for i, (_, row) in enumerate(pieces[0].rows)]
+    else:
+        found = sorted(((row, piece, i) for piece in pieces for i, (owner, row) in enumerate(piece.rows)
+                        if owner == step.global_step), key=lambda place: place[0])
     rows = [row for row, _, _ in found]
     image = as_images(ring_slot)
     image = image[: len(rows)] if rows == list(range(len(rows))) else image[torch.tensor(rows, dtype=torch.int64)]

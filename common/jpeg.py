@@ -194,7 +194,7 @@ def _stderr_caught() -> Iterator[bytearray]:
     finally:
         os.dup2(real, 2)
         os.close(real)
-        num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over: cutting it off costs 10 µs
+        num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over
         if num_bytes:
             said += os.pread(catcher, num_bytes, 0)
             os.lseek(catcher, 0, os.SEEK_SET)

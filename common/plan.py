@@ -44,17 +44,20 @@ class Plan:
 
     @classmethod
     def make(cls, index: ShardIndex, *, sampling: str, mix: str, seed: int, shuffle: int,
-             epoch_samples: int | None, batch_size: int, world_size: int, num_workers: int, num_epochs: int, max_steps: int | None) -> Plan:
+             epoch_samples: int | None, batch_size: int, world_size: int, num_workers: int, num_epochs: int,
+             max_steps: int | None) -> Plan:
         """The plan for a data set. Raises UserError where an epoch would have no step, or a rank nothing to read."""
         plan = cls(sampling, mix, seed, shuffle, index.num_samples, epoch_samples or index.num_samples, batch_size,
                    world_size, num_workers, num_epochs, max_steps, index.names, tuple(index.sizes.tolist()),
                    index.num_classes, index.classes, index.digest)
         if not plan.steps_per_epoch:
             raise UserError(f"an epoch of {plan.epoch_samples} samples has no full batch of {plan.global_batch} "
-                            f"(-b {batch_size} × {world_size} ranks); --sampling {sampling}; lower -b, raise --epoch_samples, or use --sampling exact")
+                            f"(-b {batch_size} × {world_size} ranks); --sampling {sampling}; "
+                            "lower -b, raise --epoch_samples, or use --sampling exact")
         if plan.deals_shards and plan.num_full_shards < world_size:
             raise UserError(f"more ranks than shards: shards={plan.num_full_shards}, ranks={world_size}, "
-                            f"workers={num_workers}; --sampling {sampling}; use --sampling exact, or make more and smaller shards")
+                            f"workers={num_workers}; --sampling {sampling}; "
+                            "use --sampling exact, or make more and smaller shards")
         return plan
 
     @property

@@ -61,7 +61,7 @@ def load_torch(data: bytes) -> Any:
 class SampleLoader:
     """Iterate once, on every rank alike: a dict per step of all epochs.
 
-    `fields` maps what follows the key in a member's name, lower-case, to a function of the member's bytes. The values of
+    `fields` maps what follows the key in a member's name, lower-case, to a function of its bytes. The values of
     a batch are put together by torch's `default_collate`. Beside them a batch has `__shard__`, `__count__`, `__key__`
     (lists, one entry a sample) and `__step__`, after which `progress` may go on. A rank without a sample in the last
     batch of an exact epoch gets tensors of length 0. Raises UserError that names shard, key and field.

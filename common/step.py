@@ -23,6 +23,7 @@ from common.optim import autocast, learning_rate, set_lr
 from common.sampling import STEP, mix
 from common.watch import Watch
 
+
 @dataclass(frozen=True)
 class Recipe:
     """How a step is done: values that stay the same through a run. `num_replicas` is DP's, 1 elsewhere."""
@@ -98,7 +99,8 @@ class Stepper:
             missing = padded_size(len(label), self.recipe.num_replicas) - len(label)
             if missing:  # copies of the last row where there is one: they shift the statistics least
                 filling = image[-1:] if len(image) else image.new_zeros(1, *image.shape[1:])
-                image = torch.cat([image, filling.expand(missing, -1, -1, -1)]).contiguous(memory_format=torch.channels_last)
+                image = torch.cat([image, filling.expand(missing, -1, -1, -1)])
+                image = image.contiguous(memory_format=torch.channels_last)
                 label = torch.cat([label, label.new_zeros(missing)])
             yield image, label, torch.cat([row[start : start + size], row.new_full((missing,), -1)])
 

@@ -75,7 +75,7 @@ class ImageTransform:
         self.finish(self.prepare(data, key), out)
 
     def prepare(self, data: Data, key: int) -> Prepared:
-        """The first half of a call: all that needs no pixels. Raises DecodeError. `data` must stay as it is until `finish`."""
+        """The first half of a call: all that needs no pixels. Raises DecodeError. `data` must stay until `finish`."""
         rng, picture = random.Random(key), open_image(data)
         if self.augment == "center":
             return Prepared(picture, rng)
