@@ -201,8 +201,8 @@ def count_errors(run: Run, num_bad: int) -> None:
         latest = next(filter(None, run.world.gather(run.records.errors.latest)), "")
         causes = summary(run.records.skipped())
         raise SharedError(f"more than --max_errors {run.max_errors} samples could not be used, {causes} "
-                          f"(such as {latest}); {run.records.errors.path}; python -m common.check_shards finds them all: "
-                          "mend the shards, or raise --max_errors")
+                          f"(such as {latest}); {run.records.errors.path}; python -m common.check_shards finds them "
+                          "all: mend the shards, or raise --max_errors")
 
 
 def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float, int]:
