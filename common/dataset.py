@@ -35,6 +35,7 @@ from common.transforms import ImageTransform, Prepared
 from common.urls import shown
 
 Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's augmentation comes from, and the sample
+Ready = tuple[Row, RawSample, int, Prepared | Exception]  # a sample that is labelled, or why it cannot be
 
 
 @dataclass(frozen=True)
@@ -231,10 +232,10 @@ class BatchDataset(IterableDataset):
                 made.key.append(sample.key)
         made.slots = [self.slot(piece.step.global_step, worker, number)]
 
-    def _prepared(self, wanted: Iterator[tuple[Row, Keyed]]) -> Iterator[tuple[Row, RawSample, int, Prepared | Exception]]:
+    def _prepared(self, wanted: Iterator[tuple[Row, Keyed]]) -> Iterator[Ready]:
         """Read and label a few samples before their pixels are made: decoding leaves nothing of this code in the
         processor's caches, so that it would be several times slower image by image."""
-        ready: list[tuple[Row, RawSample, int, Prepared | Exception]] = []
+        ready: list[Ready] = []
         for row, (key, sample) in wanted:
             prepared = None
             try:
