@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class ExactSource:
 
 @dataclass
 class StreamSource:
-    """`split` and `resampled`: each worker streams shards of its own through a webdataset pipeline, an epoch at a time."""
+    """`split` and `resampled`: each worker streams its own shards through a webdataset pipeline, an epoch at a time."""
 
     index: ShardIndex
     plan: EpochPlan
@@ -114,7 +114,7 @@ class StreamSource:
         done = self.plan.progress
         begin = done.global_step - done.step + mixing.group_start(done.step)
         replay = replace(self.plan, progress=Progress(done.epoch, 0, done.global_step - done.step, 0))
-        me = (begin * mixing.pieces_per_step + worker) % num_workers  # DataLoader begins with its worker 0 after every start
+        me = (begin * mixing.pieces_per_step + worker) % num_workers  # DataLoader begins with its worker 0
         for epoch, steps in itertools.groupby(replay.steps(), key=lambda step: step.epoch):
             samples = self._stream(epoch, me, num_workers)
             for piece in itertools.chain.from_iterable(mixing.pieces(group) for group in mixing.groups(steps)):
@@ -129,7 +129,8 @@ class StreamSource:
     def _stream(self, epoch: int, worker: int, num_workers: int) -> Iterator[Keyed]:
         """An endless stream of one worker's samples: the pipeline of this epoch, repeated."""
         plan = self.plan
-        os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.world_size), WORKER=str(worker), NUM_WORKERS=str(num_workers))
+        os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.world_size), WORKER=str(worker),
+                          NUM_WORKERS=str(num_workers))  # what webdataset's splitters ask
         seed = mix(plan.seed, epoch, BUFFER, plan.rank, worker)
         if self.resampled and plan.window >= 0:
             filled = [str(number) for number in np.flatnonzero(self.index.sizes)]
@@ -140,7 +141,7 @@ class StreamSource:
         pipeline = wds.DataPipeline(
             *shards,
             partial(_read_shards, index=self.index),
-            wds.shuffle(plan.window, initial=min(plan.window, 1000), rng=random.Random(seed)) if plan.window > 0 else None,
+            _buffer(plan.window, seed),
         ).repeat()
         for number, sample in enumerate(_explained(pipeline, plan.rank, worker)):
             yield mix(seed, number, AUGMENT), sample
@@ -155,8 +156,13 @@ class StreamSource:
                             "use fewer workers or --sampling exact")
 
 
+def _buffer(window: int, seed: int) -> Any:
+    """webdataset's shuffle of compressed samples, `window` wide; nothing where samples keep their order."""
+    return wds.shuffle(window, initial=min(window, 1000), rng=random.Random(seed)) if window > 0 else None
+
+
 def _read_shards(shards: Iterable[dict], index: ShardIndex) -> Iterator[RawSample]:
-    """The samples of shards that webdataset gives out by number: a name may hold what it would take for a pattern or a scheme."""
+    """The samples of shards that webdataset gives out by number: it would take some names for patterns or schemes."""
     for shard in shards:
         number = int(shard["url"])
         path, count = index.paths[number], 0
@@ -187,9 +193,10 @@ def _exhaust(items: Iterable) -> None:
 
 
 class BatchDataset(IterableDataset):
-    """Decodes the pieces of a source into a ring. Iterated by every loader worker, or by the main process without any."""
+    """Decodes the pieces of a source into a ring. Each loader worker iterates it, or without any the main process."""
 
-    def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform, skip_errors: bool = False):
+    def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform,
+                 skip_errors: bool = False):
         super().__init__()
         self.source, self.mixing, self.fields = source, mixing, fields
         self.transform, self.skip_errors = transform, skip_errors
@@ -260,5 +267,5 @@ class BatchDataset(IterableDataset):
     def _refuse(self, made: Made, bad: SkippedSample) -> None:
         if not self.skip_errors:
             raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; "
-                            "mend the shard (python -m common.check_shards), or go on without such samples: --on_error skip")
+                            "mend the shard (python -m common.check_shards), or leave such samples out: --on_error skip")
         made.skipped.append(bad)
