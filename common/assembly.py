@@ -55,7 +55,7 @@ def open_run(world: World, script: str, output: str | None, resume: str) -> tupl
         folder = RunFolder.open(script, output, resume=resume != "none")
         checkpoint.clean(folder.path)
         if resume == "auto" or folder.restarted:  # a restart goes on by itself
-            found = checkpoint.newest(folder.path)
+            found = checkpoint.newest(folder.path, set_aside=True)
             if found is not None or resume in ("none", "auto"):
                 if found is None:
                     print(f"no checkpoint in {folder.path}: the run starts from the beginning", flush=True)

@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, read without executing anything, the same for all three scripts.
 
-    last.pt        the newest            last.prev.pt   the one before: taken where last.pt is damaged
+    last.pt        the newest            last.prev.pt   the one before: taken where last.pt is damaged,
+                                             which is renamed last.damaged.pt
     best.pt        the best validation top-1
 
     torch.load("runs/…/last.pt", weights_only=True)["model"]     # a plain state_dict
@@ -108,10 +109,11 @@ def load_for_resume(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest(folder: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, for `--resume auto`; None where there is none at all.
 
     A damaged last.pt gives way to the one before, and says so; if nothing loads the run does not start from scratch.
+    `set_aside` renames the damaged one, for who goes on with the run: it must not become the one before.
     """
     paths = [path for path in (folder / "last.pt", folder / "last.prev.pt") if path.exists()]
     errors = []
@@ -123,7 +125,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             continue
         if errors:
             print(f"warning: {errors[0]} (going on from {path.name}, the one before)", flush=True)
-            os.replace(paths[0], paths[0].with_name("last.damaged.pt"))  # it must not become the one before
+            if set_aside and paths[0].exists():
+                os.replace(paths[0], paths[0].with_name("last.damaged.pt"))
         return path, state
     if errors:
         best = f"go on from {folder / 'best.pt'} with --resume FILE, or " if (folder / "best.pt").exists() else ""

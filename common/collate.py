@@ -97,5 +97,6 @@ def assemble(step: Step, ring_slot: torch.Tensor, pieces: list[Made]) -> Batch:
         shard=[piece.shard[i] for _, piece, i in found],
         count=[piece.count[i] for _, piece, i in found],
         key=[piece.key[i] for _, piece, i in found],
-        skipped=[error for piece in pieces for error in piece.skipped if piece.step.global_step == step.global_step],
+        skipped=[error for piece in pieces for error in piece.skipped
+                 if len(pieces) == 1 or piece.step.global_step == step.global_step],
     )

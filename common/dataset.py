@@ -3,7 +3,8 @@
 `exact` reads by position from the index; `split` and `resampled` are webdataset pipelines. Both hand
 compressed samples to the same decoding, which writes pixels into the shared ring.
 
-    >>> source = ExactSource(index, EpochPlan(global_batch=64, num_epochs=1, rank=0, world_size=1, seed=0, window=5000))
+    >>> plan = EpochPlan(index.num_samples, global_batch=64, num_epochs=1, rank=0, world_size=1, seed=0, window=5000)
+    >>> source = ExactSource(index, plan)
 """
 
 from __future__ import annotations
@@ -258,8 +259,8 @@ class BatchDataset(IterableDataset):
         yield from ready
 
     def slot(self, global_step: int, worker: int, number: int) -> int:
-        """Where in the ring a batch lies. With `queue` a worker has slots of its own, for steps are given out later."""
-        if self.mixing.kind == "queue":
+        """Where in the ring a batch lies: where a batch is one worker's, that worker has slots of its own."""
+        if self.mixing.has_own_slots:
             per_worker = len(self.ring) // self.mixing.num_workers
             return worker * per_worker + number % per_worker
         return global_step % len(self.ring)

@@ -72,8 +72,9 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
         for _ in range(0, data.num_batches, world.size):
             batch = next(batches, None)
             logits = _logits(module, batch, recipe, world.device) if batch is not None and len(batch) else None
-            if batch is not None and logits is not None:
-                rows.append(_sums(batch, logits, confusion))
+            if batch is not None:  # without a sample where all had to be skipped
+                nothing = BatchSums(batch.step.step, 0.0, 0, 0, 0)
+                rows.append(nothing if logits is None else _sums(batch, logits, confusion))
             if predictions is not None:
                 predictions.add(batch, logits)
             if stop(errors.add(batch, "val") if batch is not None else 0):

@@ -48,7 +48,7 @@ class Loader:
                 num_pieces = mixing.num_workers if mixing.kind == "pooled" else len(group)
                 pieces = [_checked(piece) for piece in itertools.islice(made, num_pieces)]
                 for step in group:
-                    slot = pieces[0].slots[0] if mixing.kind == "queue" else dataset.slot(step.global_step, 0, 0)
+                    slot = pieces[0].slots[0] if mixing.has_own_slots else dataset.slot(step.global_step, 0, 0)
                     if step.global_step >= dataset.source.plan.progress.global_step:
                         yield assemble(step, dataset.ring[slot], pieces)
         finally:
@@ -163,7 +163,7 @@ def start_worker(worker: int, parent: int) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches on `device`: on CUDA copied on a stream of its own while the step before still computes."""
+    """The batches on `device`: on CUDA copied on a stream of its own."""
     if device.type != "cuda":
         yield from batches
         return

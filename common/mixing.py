@@ -21,7 +21,7 @@ Row = tuple[int, int]  # global step, row in its batch
 
 @dataclass(frozen=True)
 class Piece:
-    """What one worker makes at a time: `num_samples` samples and the row that each goes to. `number` counts pieces."""
+    """What one worker makes at a time: the rows that its samples go to. `number` counts pieces."""
 
     number: int
     step: Step
@@ -40,6 +40,11 @@ class Mix:
     @property
     def pieces_per_step(self) -> int:
         return self.num_workers if self.kind == "pooled" else 1
+
+    @property
+    def has_own_slots(self) -> bool:
+        """Whether each worker fills whole batches of its own, whichever steps they are of."""
+        return self.kind in ("none", "queue")
 
     def num_slots(self, prefetch: int) -> int:
         """Batches that may be in the making or in use at once, so that no worker writes into one still in use."""

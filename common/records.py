@@ -15,7 +15,6 @@ from typing import Any
 
 from common.distributed import World
 from common.error_log import ErrorLog, summary
-from common.errors import UserError
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
 from common.report import Report, ReportSettings
@@ -58,7 +57,7 @@ class Records:
 
         try:
             self.report.figure("train/trace", figure(self.folder.path), self.state.progress.global_step)
-        except UserError as error:
+        except Exception as error:  # whatever goes wrong while drawing, the run itself is complete
             self.report.note(f"note: no picture of the trace ({error})")
 
 

@@ -166,5 +166,5 @@ def steps(num_samples: int, global_batch: int, num_epochs: int, progress: Progre
 
 
 def worker_of(global_step: int, num_workers: int) -> int:
-    """The loader worker that makes a batch. It follows the run's step, so a restart does not change it."""
+    """The number of the loader worker that makes a batch: it follows the run's step, so a restart keeps it."""
     return global_step % max(num_workers, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from common.data_parallel import padded_size
 from common.distributed import World
 from common.metrics import correct_counts
 from common.optim import autocast, learning_rate, set_lr
-from common.sampling import STEP, mix
+from common.sampling import STEP, deal, mix
 from common.watch import Watch
 
 
@@ -93,16 +94,16 @@ class Stepper:
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Images, labels and row numbers in `accum` parts, filled with rows of number -1 to what BatchNorm needs."""
         row = torch.arange(len(batch), device=self.world.device)
-        size = max(-(-len(batch) // self.recipe.accum), 1)
-        for start in range(0, max(len(batch), 1), size):
-            image, label = batch.image[start : start + size], batch.label[start : start + size]
+        borders = deal(len(batch), self.recipe.accum)  # as many parts on every rank: some models meet in each forward
+        for start, stop in pairwise(borders):
+            image, label = batch.image[start:stop], batch.label[start:stop]
             missing = padded_size(len(label), self.recipe.num_replicas) - len(label)
             if missing:  # copies of the last row where there is one: they shift the statistics least
                 filling = image[-1:] if len(image) else image.new_zeros(1, *image.shape[1:])
                 image = torch.cat([image, filling.expand(missing, -1, -1, -1)])
                 image = image.contiguous(memory_format=torch.channels_last)
                 label = torch.cat([label, label.new_zeros(missing)])
-            yield image, label, torch.cat([row[start : start + size], row.new_full((missing,), -1)])
+            yield image, label, torch.cat([row[start:stop], row.new_full((missing,), -1)])
 
     def _no_sync(self, wanted: bool) -> AbstractContextManager:
         no_sync: Any = getattr(self.model, "no_sync", nullcontext)

@@ -49,7 +49,7 @@ def test_what_a_killed_save_leaves_is_removed_and_not_read(tmp_path: Path) -> No
     checkpoint.clean(tmp_path)
     assert os.listdir(tmp_path) == ["last.pt"]
     os.replace(tmp_path / "last.pt", tmp_path / "last.prev.pt")  # killed between the two renames
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint.newest(tmp_path, set_aside=True)
     assert found is not None and found[0].name == "last.prev.pt"
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path, damage: str,
     flipped[len(whole) // 2] ^= 1
     bad = {"empty": b"", "half": whole[: len(whole) // 2], "end": whole[:-9], "bit": bytes(flipped)}
     (tmp_path / "last.pt").write_bytes(bad[damage])
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint.newest(tmp_path, set_aside=True)
     assert found is not None and found[0].name == "last.prev.pt" and found[1]["model"]["weight"][0] == 1
     printed = capsys.readouterr().out
     assert printed.startswith("warning: the checkpoint is damaged") and printed.count("\n") == 1
