@@ -29,7 +29,7 @@ def test_commands_run_as_pasted(tmp_path: Path) -> None:
     """In a copy of the project with a folder of images, one after the other, exit 0 each."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "demo", ".*_cache"))
-    draw = [sys.executable, "-m", "common.demo_data", "images", "--images", "60"]
+    draw = [sys.executable, "-m", "common.demo_data", "images", "--images", "320"]
     subprocess.run(draw, cwd=copy, check=True, timeout=120)
     paths = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(copy)}
     shown = commands()
