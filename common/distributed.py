@@ -115,6 +115,8 @@ class World:
 @contextmanager
 def single_process(device: torch.device) -> Iterator[World]:
     """A world of one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     yield World(rank=0, size=1, local_rank=0, device=device)
 
 

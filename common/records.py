@@ -70,17 +70,15 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
     """
     description = {"script": folder.script, "config": dict(config), "plan": plan.as_dict()}
 
-    def begin() -> int:
-        attempt = folder.start_attempt(asdict(state.progress))
-        folder.write_config(description)
-        return attempt
-
-    attempt, lock = world.on_main(begin), NodeLock(lock_path(folder.path))
-    report = Report(ReportSettings(
-        output=folder.path, num_epochs=plan.num_epochs, steps_per_epoch=plan.steps_per_epoch, is_main=world.is_main,
-        attempt=attempt, start=state.progress, first_epoch_steps=_steps_of_open_epoch(plan, state.progress),
-        report_seconds=config["report_s"], report_growth=config["report_growth"], lock=lock))
+    attempt = world.on_main(lambda: folder.start_attempt(asdict(state.progress)))
     try:
+        world.on_main(lambda: folder.write_config(description))
+        lock = NodeLock(lock_path(folder.path))
+        report = Report(ReportSettings(
+            output=folder.path, num_epochs=plan.num_epochs, steps_per_epoch=plan.steps_per_epoch,
+            is_main=world.is_main, attempt=attempt, start=state.progress,
+            first_epoch_steps=_steps_of_open_epoch(plan, state.progress), report_seconds=config["report_s"],
+            report_growth=config["report_growth"], lock=lock))
         with report:
             _introduce(report, world, folder, plan, state)
             report.config(config)
