@@ -699,8 +699,9 @@ def test_an_unfinished_run_of_another_kind(tmp_path: Path, capsys: pytest.Captur
 def test_interrupted(tmp_path: Path) -> None:
     source = tmp_path / "images" / "a"
     source.mkdir(parents=True)
-    for number in range(120):
-        (source / f"{number:03d}.jpg").write_bytes(jpeg(0, 0, side=400))
+    (tmp_path / "image.jpg").write_bytes(jpeg(0, 0, side=400))
+    for number in range(3000):  # enough to be at work for seconds after the first shard
+        (source / f"{number:04d}.jpg").hardlink_to(tmp_path / "image.jpg")
     out = tmp_path / "out"
     flags = ["-w", 2, "--resize", 99, "--samples_per_shard", 8]
     process = start(command("common.make_shards", source.parent, out, *flags))
