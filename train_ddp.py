@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from common.assembly import choose_seed, make_validation, open_run, open_shards, train_loader
+from common.assembly import check_apart, choose_seed, make_validation, open_run, open_shards, train_loader
 from common.config import TrainConfig
 from common.device_settings import set_up_device, with_sync_bn
 from common.distributed import World, choose_devices, process_group
@@ -53,12 +53,13 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
     validation = make_validation(
         val_data, config.batch_size, config.num_workers, world, fields, config.image_size) if val_data else None
     if validation and config.evaluate:
-        weights = trained_weights(world, config.resume, config.output, config.weights)
+        weights, validation = trained_weights(world, validation, config.resume, config.output, config.weights)
         module, _ = build_model(config.arch, validation.num_classes, weights, 0, config.image_size, new_head=False)
         recipe = Recipe(lr=0.0, amp=amp_dtype(config.amp), memory_format=memory_format)
         return examine(module, validation, recipe, world, stop, config.predictions)
     data = dummy_index(config.epoch_samples or 0) if config.dummy else open_shards(
         world, config.shard_path, fields, storage, config.sampling == "exact")
+    check_apart(data, val_data)
     folder, saved = open_run(world, "train_ddp", config.output, config.resume)
 
     # Which sample is read when and by whom: arithmetic, fixed from here on.

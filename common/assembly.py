@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamS
 from common.distributed import World
 from common.dummy import DummySource, Noise
 from common.evaluation import Validation
+from common.failure import SharedError
 from common.fields import Fields
 from common.loader import Loader
 from common.mixing import Mix
@@ -47,6 +49,14 @@ def open_shards(world: World, patterns: Sequence[str], fields: Fields, storage: 
         index.storage.check_positions(index.paths)
     check_shards(world, index.paths)
     return index
+
+
+def check_apart(data: ShardIndex, val_data: ShardIndex | None) -> None:
+    """Raise SharedError where a shard would be trained on and validated on. Every rank calls it."""
+    trained = {os.path.realpath(path) for path in data.paths}
+    same = [path for path in (val_data.paths if val_data else ()) if os.path.realpath(path) in trained]
+    if same:
+        raise SharedError(f"validation on training shards; --val_path, shard {same[0]}; name others than --shard_path")
 
 
 def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:

@@ -7,6 +7,7 @@ It asks for no training shards, and makes or changes no folder of a run.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from torch import nn
@@ -22,16 +23,23 @@ from common.step import Recipe
 from common.stop import StopSignals
 
 
-def trained_weights(world: World, resume: str, output: str | None, weights: str) -> str:
-    """Where the model comes from: the checkpoint of `--resume` (auto: the newest in `--output`), else `--weights`."""
-    if resume == "none":
-        return weights
-    if resume != "auto":
-        return resume
-    found = world.on_main(lambda: checkpoint.newest(Path(output or "")))
-    if found is None:
-        raise SharedError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume FILE")
-    return str(found[0])
+def trained_weights(world: World, validation: Validation, resume: str, output: str | None,
+                    weights: str) -> tuple[str, Validation]:
+    """Where the model comes from: the checkpoint of `--resume` (auto: the newest in `--output`), else `--weights`.
+
+    The validation set comes back with the classes of that model, where the file tells them. Raises SharedError where a
+    label means something else to it.
+    """
+    if resume == "auto":
+        found = world.on_main(lambda: checkpoint.newest(Path(output or "")))
+        if found is None:
+            raise SharedError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume")
+        resume = str(found[0])
+    file = weights if resume == "none" else resume
+    plan = world.on_main(lambda: checkpoint.load(Path(file)).get("plan") if os.path.exists(file) else None)
+    if isinstance(plan, dict) and "num_classes" in plan:
+        validation = validation.matched(plan["num_classes"], plan.get("classes"))
+    return file, validation
 
 
 def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: StopSignals,

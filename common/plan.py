@@ -123,7 +123,7 @@ class Plan:
         elif self.sampling == "resampled":
             yield ("sampling with replacement: an epoch repeats some samples and misses others "
                    "(--sampling exact does neither)")
-        cores, readers = len(os.sched_getaffinity(0)), max(self.num_workers, 1) * local_ranks
+        cores, readers = len(os.sched_getaffinity(0)), self.num_workers * local_ranks
         if readers > cores:
             yield (f"warning: {self.num_workers} loader workers × {local_ranks} ranks on this node are more than its "
                    f"{cores} cores; lower -w")

@@ -42,6 +42,7 @@ class Records:
 
     def finish(self, outcome: str) -> None:
         """Record how the run ended: "complete" or "stopped". Every rank calls it."""
+        self.report.flush()
         self.world.on_main(lambda: self.folder.finish(outcome))
         skipped = self.skipped()
         if skipped:

@@ -164,6 +164,11 @@ class Report:
         self._board.confusion(matrix, classes or [str(label) for label in range(len(matrix))], step)
 
     @main_only
+    def flush(self) -> None:
+        """Report what has come together since the last report."""
+        self._report(self.settings.clock())
+
+    @main_only
     def close(self) -> None:
         """Write what is left of an epoch that was stopped, and close everything. May be called twice."""
         self._screen.close()

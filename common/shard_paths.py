@@ -25,7 +25,7 @@ from common.urls import is_command, is_remote, is_url, shown
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 MAX_SHARDS = 2_000_000  # a pattern of more is a slip
-ADVICE = "--shard_path takes a folder of tars, tars, or a pattern; make shards with python -m common.make_shards"
+ADVICE = "give a folder of tars, tars, or a pattern; python -m common.make_shards makes shards"
 
 
 def expand(patterns: Sequence[str], storage: Storage | None = None) -> list[str]:
