@@ -130,15 +130,14 @@ class StreamSource:
     def _stream(self, epoch: int, worker: int, num_workers: int) -> Iterator[Keyed]:
         """An endless stream of one worker's samples: the pipeline of this epoch, repeated."""
         plan = self.plan
-        os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.world_size), WORKER=str(worker),
-                          NUM_WORKERS=str(num_workers))  # what webdataset's splitters ask
         seed = mix(plan.seed, epoch, BUFFER, plan.rank, worker)
         if self.resampled and plan.window >= 0:
             filled = [str(number) for number in np.flatnonzero(self.index.sizes)]
             shards = [wds.ResampledShards(filled, deterministic=True, worker_seed=partial(int, seed))]
         else:
             order = split_order(self.index.sizes, plan.window, plan.seed, epoch)
-            shards = [wds.SimpleShardList([str(number) for number in order]), wds.split_by_node, wds.split_by_worker]
+            dealt = partial(_dealt, place=(plan.rank, plan.world_size, worker, num_workers))
+            shards = [wds.SimpleShardList([str(number) for number in order]), dealt]
         pipeline = wds.DataPipeline(
             *shards,
             partial(_read_shards, index=self.index),
@@ -155,6 +154,19 @@ class StreamSource:
         if missing:
             raise UserError(f"a loader worker of rank {self.plan.rank} has no samples; {len(self.index.paths)} shards; "
                             "use fewer workers or --sampling exact")
+
+
+def _dealt(shards: Iterable[dict], place: tuple[int, int, int, int]) -> Iterator[dict]:
+    """webdataset's split by node and by worker. They ask the environment, which is put back: children inherit it."""
+    names = ("RANK", "WORLD_SIZE", "WORKER", "NUM_WORKERS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(number) for name, number in zip(names, place, strict=True)})
+    try:
+        mine = list(wds.split_by_worker(wds.split_by_node(iter(shards))))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    yield from mine
 
 
 def _buffer(window: int, seed: int) -> Any:

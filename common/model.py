@@ -22,6 +22,8 @@ from common.weights import load_weights
 # Of ImageNet's pixels in [0, 1], channel by channel: what torchvision's weights were trained with.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+SHARPNESS = 16.0  # of the soft maximum in `tiny`
+
 
 def build_model(
     arch: str, num_classes: int, weights: str, seed: int, image_size: int | None = None, new_head: bool = True
@@ -72,14 +74,13 @@ def _construct(arch: str, num_classes: int, image_size: int | None) -> nn.Module
     return module.train()
 
 
-class _GlobalMax(nn.Module):
-    """(n, C, H, W) -> (n, C). The shapes of a small data set are told by their corners: a mean would drown them.
-
-    `amax` and not AdaptiveMaxPool2d, whose backward is not deterministic on a GPU.
+class _SoftMaximum(nn.Module):
+    """(n, C, H, W) -> (n, C), a soft maximum. The shapes of a small data set are told by their corners: a mean would
+    drown them. Soft, since where two places of a hard maximum tie, the last bits of a sum decide which of them learns.
     """
 
     def forward(self, features: Tensor) -> Tensor:
-        return features.amax(dim=(2, 3))
+        return (features * SHARPNESS).logsumexp(dim=(2, 3)) / SHARPNESS
 
 
 def _tiny(num_classes: int) -> nn.Module:
@@ -93,7 +94,7 @@ def _tiny(num_classes: int) -> nn.Module:
         return nn.Sequential(convolution, nn.GroupNorm(8, num_out), nn.ReLU())
 
     blocks = nn.Sequential(block(3, 16, 2), block(16, 32, 2), block(32, 64, 2), block(64, 64, 1))
-    return nn.Sequential(OrderedDict(features=blocks, pool=_GlobalMax(), head=nn.Linear(64, num_classes)))
+    return nn.Sequential(OrderedDict(features=blocks, pool=_SoftMaximum(), head=nn.Linear(64, num_classes)))
 
 
 def normalize(
