@@ -11,6 +11,7 @@ import torch
 from common.collate import Batch
 from common.distributed import World
 from common.errors import UserError
+from common.evaluation import Validation
 from common.examination import trained_weights
 from common.predictions import Predictions
 from common.sampling import Step
@@ -74,9 +75,21 @@ def test_mistakes_are_one_line(trained: Path, tmp_path: Path) -> None:
     for arguments, words in cases:
         result = evaluate(trained, "train_single.py", "-w", 0, *arguments).check(1)
         assert words in result.err and len(result.err.splitlines()) == 1, result.err
+    nothing = Validation(lambda: iter(()), 0, 2)
     with pytest.raises(UserError, match="no checkpoint; --output"):
-        trained_weights(alone(), "auto", str(tmp_path), "none")
+        trained_weights(alone(), nothing, "auto", str(tmp_path), "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["five.pth"]
+
+
+def test_labels_mean_what_the_model_learnt(tmp_path: Path) -> None:
+    """A checkpoint says what its classes are called: another order is refused, fewer classes are taken."""
+    torch.save({"model": {}, "plan": {"num_classes": 3, "classes": ["a", "b", "c"]}}, tmp_path / "last.pt")
+    file = str(tmp_path / "last.pt")
+    fewer = Validation(lambda: iter(()), 0, 2, ("a", "b"))
+    for resume, weights in ((file, "none"), ("none", file)):
+        assert trained_weights(alone(), fewer, resume, None, weights)[1].num_classes == 3
+        with pytest.raises(UserError, match="class 1 is c in the validation set and b in the training set"):
+            trained_weights(alone(), Validation(lambda: iter(()), 0, 2, ("a", "c")), resume, None, weights)
 
 
 def alone() -> World:
