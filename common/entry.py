@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -28,7 +31,7 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        handler.record_exception(error)
+        _record(str(error))
         if not _is_told(error):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _leave(2 if isinstance(error, UsageError) else 1)
@@ -36,6 +39,15 @@ def run_script(main: Callable[[], None]) -> None:
         handler.record_exception(error)
         traceback.print_exc()
         _leave(1)
+
+
+def _record(message: str) -> None:
+    """Leave a line for torchrun's report where it looks for one; `record_exception` would leave a traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 def _is_told(error: UserError) -> bool:
