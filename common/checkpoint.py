@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,6 @@ import torch
 
 from common.errors import UserError
 
-PREFIXES = ("module.", "_orig_mod.")
 NEEDED = ("model", "optimizer", "scaler", "progress", "epoch_done", "meters", "best_top1", "rng", "config", "plan")
 TEMPORARY = ".saving"
 
@@ -155,10 +155,9 @@ def on_cpu(value: Any) -> Any:
 
 def bare_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The module's state_dict without the prefixes of wrappers, on the CPU."""
-    return {_bare(name): value.detach().cpu() for name, value in module.state_dict().items()}
+    return {bare_name(name): value.detach().cpu() for name, value in module.state_dict().items()}
 
 
-def _bare(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.replace(prefix, "") if name.startswith(prefix) else name
-    return name
+def bare_name(name: str) -> str:
+    """A weight's name without the prefixes of wrappers (DataParallel, DDP, compile), however they are nested."""
+    return re.sub(r"^(module\.|_orig_mod\.)+", "", name)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from common.checkpoint import bare_name
 from common.errors import UserError
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
@@ -140,6 +141,5 @@ def _read(file: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _bare(key: str) -> str:
-    """The key without the prefixes of wrappers (DataParallel, DDP, compile); DenseNet's old names as they are now."""
-    key = re.sub(r"^(module\.|_orig_mod\.)+", "", str(key))
-    return re.sub(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2.", key)
+    """The bare name of a weight; DenseNet's old names as they are now."""
+    return re.sub(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2.", bare_name(str(key)))
