@@ -71,17 +71,17 @@ class Picture:
         self.orientation = orientation
         self.height, self.width = (width, height) if is_sideways(orientation) else (height, width)
 
-    def pixels(self, box: Box, mirror: bool = False, skip_rows: bool = False) -> Tensor:
-        """The pixels of `box` (whole numbers), upright, then mirrored if asked: a new uint8 (3, h, w), channels-last.
+    def pixels(self, box: Box, skip_rows: bool = False) -> Tensor:
+        """The pixels of `box` (whole numbers), upright: uint8 (3, h, w) in channels-last order, mostly a part of the
+        decoded image, since the kernel that resizes it needs no copy.
 
         With `skip_rows`, rows of a JPEG below the box are not decoded: see jpeg.decode_top for what that asks for.
         """
         top, bottom, left, right = map(int, stored_box(box, self.orientation, self.height, self.width))
-        return upright(self._stored(bottom, skip_rows)[:, top:bottom, left:right], self.orientation, mirror)
+        return upright(self._stored(bottom, skip_rows)[:, top:bottom, left:right], self.orientation)
 
-    def scaled(self, box: Box, size: int, factor: int, mirror: bool = False) -> Tensor:
-        """`box`, which may be fractional, decoded at 1/factor and scaled: uint8 (3, size, size), upright, mirrored if
-        asked."""
+    def scaled(self, box: Box, size: int, factor: int) -> Tensor:
+        """`box`, which may be fractional, decoded at 1/factor and scaled: uint8 (3, size, size), upright."""
         raise NotImplementedError("only a JPEG can be decoded at a fraction of its size")
 
     def reductions(self) -> tuple[int, ...]:
@@ -107,9 +107,9 @@ class _JpegPicture(Picture):
     def reductions(self) -> tuple[int, ...]:
         return (8, 4, 2) if self.header.is_ended else ()
 
-    def scaled(self, box: Box, size: int, factor: int, mirror: bool = False) -> Tensor:
+    def scaled(self, box: Box, size: int, factor: int) -> Tensor:
         stored = stored_box(box, self.orientation, self.height, self.width)
-        return upright(jpeg.decode_reduced(self.data, self.header, factor, stored, size), self.orientation, mirror)
+        return upright(jpeg.decode_reduced(self.data, self.header, factor, stored, size), self.orientation)
 
 
 class _RasterPicture(Picture):

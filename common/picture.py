@@ -113,18 +113,15 @@ def stored_box(box: Box, orientation: int, height: int, width: int) -> Box:
     return Box(left, right, top, bottom) if swap else Box(top, bottom, left, right)
 
 
-def upright(pixels: Tensor, orientation: int = 1, mirror: bool = False) -> Tensor:
-    """Turn a stored part (3, h, w) upright, then mirror it left to right if asked.
-
-    Always a copy, dense and channels-last: one pass does the cutting, the turning and the mirroring.
-    """
+def upright(pixels: Tensor, orientation: int = 1) -> Tensor:
+    """Turn a stored part (3, h, w) upright: a channels-last copy in one pass; where it is upright, `pixels` itself."""
     swap, reverse_rows, reverse_columns = _TURNS[orientation]
     if swap:
         pixels = pixels.transpose(1, 2)
-    reversed_dims = [dim for dim, on in ((1, reverse_rows), (2, reverse_columns != mirror)) if on]
+    reversed_dims = [dim for dim, on in ((1, reverse_rows), (2, reverse_columns)) if on]
     if reversed_dims:
-        pixels = pixels.flip(reversed_dims)
-        if not swap:
-            return pixels  # flip keeps the order of the strides, so this is channels-last already
+        pixels = pixels.flip(reversed_dims)  # keeps the order of the strides
+    if not swap:
+        return pixels
     rows = torch.empty((pixels.shape[1], pixels.shape[2], 3), dtype=torch.uint8)
     return rows.permute(2, 0, 1).copy_(pixels)

@@ -216,14 +216,12 @@ def test_orientation(name: str, orientation: int) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("mirror", [False, True])
-def test_a_box_is_cut_from_the_upright_image(orientation: int, mirror: bool) -> None:
+def test_a_box_is_cut_from_the_upright_image(orientation: int) -> None:
     data = with_segment(encode(photo(80, 60), "JPEG"), 0xE1, exif(orientation))
     whole = decode_image(data)
-    cut = open_image(data).pixels(Box(11, 40, 5, 23), mirror, skip_rows=True)
-    expected = whole[:, 11:40, 5:23]
-    assert torch.equal(cut, expected.flip(2) if mirror else expected)
-    assert cut[None].is_contiguous(memory_format=torch.channels_last)
+    cut = open_image(data).pixels(Box(11, 40, 5, 23), skip_rows=True)
+    assert torch.equal(cut, whole[:, 11:40, 5:23])
+    assert cut.stride()[0] == 1 and cut.stride()[2] == 3  # channels-last
 
 
 def test_exif_blocks_as_cameras_write_them() -> None:

@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from common import jpeg
 from common.decode import open_image
-from common.picture import Box, upright
+from common.picture import Box
 from common.transforms import ImageTransform, _resize, random_crop
 
 
@@ -57,11 +57,6 @@ def rows_of(images: list[bytes], size: int) -> dict[str, Callable[[int], object]
     headers = [jpeg.read_header(memoryview(image)) for image in images]
     native = torch.ops.image.decode_jpeg.default
 
-    def crop_and_flip(i: int) -> object:
-        top, bottom, left, right = map(int, crops[i % len(decoded)])
-        part = decoded[i % len(decoded)][:, top:bottom, left:right]
-        return upright(part, mirror=i % 2 == 1)
-
     def through(augment: str, skip_rows: bool) -> Callable[[int], object]:
         transform = ImageTransform(size, augment, skip_rows)
         return lambda i: transform(images[i], i, batch[i % 2])
@@ -70,7 +65,7 @@ def rows_of(images: list[bytes], size: int) -> dict[str, Callable[[int], object]
         "libjpeg alone (torchvision decode)": lambda i: native(encoded[i], 3),
         "header": lambda i: jpeg.read_header(memoryview(images[i])),
         "decode, rows of the crop": lambda i: jpeg.decode_top(memoryview(images[i]), headers[i], int(crops[i].bottom)),
-        "crop and flip": crop_and_flip,
+        "flip": lambda i: batch[0].copy_(batch[0].flip(2)),
         "resize": lambda i: _resize(cut[i % len(cut)], (size, size), None, batch[0]),
         "whole transform, crop, rows skipped": through("crop", True),
         "whole transform, crop": through("crop", False),
