@@ -28,7 +28,7 @@ from common.picture import (
     upright,
 )
 
-__all__ = ["BACKGROUND", "DecodeError", "Picture", "decode_image", "open_image"]
+__all__ = ["BACKGROUND", "DecodeError", "Picture", "check_image", "decode_image", "open_image"]
 
 BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
 Data = bytes | bytearray | memoryview | Tensor
@@ -54,6 +54,15 @@ def decode_image(data: Data) -> Tensor:
     return picture.pixels(Box(0, picture.height, 0, picture.width))
 
 
+def check_image(data: bytes) -> None:
+    """Decode the whole image. Raises DecodeError for what training refuses, and for a JPEG with bytes that nothing
+    needs. The one rule of `make_shards --verify full` and check_shards."""
+    if data.startswith(b"\xff\xd8\xff"):
+        jpeg.check(memoryview(data))
+    else:
+        decode_image(data)
+
+
 def open_image(data: Data) -> Picture:
     """Find the format and the size; a JPEG's pixels are decoded when asked for, others' at once. Raises DecodeError."""
     buffer: Any = data.numpy() if isinstance(data, Tensor) else data
@@ -75,7 +84,7 @@ class Picture:
         """The pixels of `box` (whole numbers), upright: uint8 (3, h, w) in channels-last order, mostly a part of the
         decoded image, since the kernel that resizes it needs no copy.
 
-        With `skip_rows`, rows of a JPEG below the box are not decoded: see jpeg.decode_top for what that asks for.
+        With `skip_rows`, rows of a JPEG below the box are not decoded.
         """
         top, bottom, left, right = map(int, stored_box(box, self.orientation, self.height, self.width))
         return upright(self._stored(bottom, skip_rows)[:, top:bottom, left:right], self.orientation)
@@ -105,7 +114,8 @@ class _JpegPicture(Picture):
         return jpeg.decode_all(self.data, self.header)
 
     def reductions(self) -> tuple[int, ...]:
-        return (8, 4, 2) if self.header.is_ended else ()
+        header = self.header
+        return (8, 4, 2) if header.is_ended and header.is_baseline and not header.has_restarts else ()
 
     def scaled(self, box: Box, size: int, factor: int) -> Tensor:
         stored = stored_box(box, self.orientation, self.height, self.width)

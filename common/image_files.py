@@ -36,7 +36,7 @@ def prepare(data: bytes, extension: str, verify: str, resize: int | None) -> tup
         raise Rejected("empty file")
     is_readable = extension in IMAGE_EXTENSIONS
     if is_readable and (verify == "full" or (verify == "header" and not looks_whole(data))):
-        _decode_as_training_does(data, strictly=verify == "full")
+        _check_as_training_does(data, strictly=verify == "full")
     if is_readable and resize is None:
         return data, extension
     with warnings.catch_warnings():
@@ -113,20 +113,14 @@ def _loaded(image: Image.Image, resize: int | None) -> Image.Image:
     return image
 
 
-def _decode_as_training_does(data: bytes, strictly: bool) -> None:
-    """Raises Rejected for what training could not use; with `strictly`, for what its JPEG decoder complains of, too."""
-    from common import jpeg  # PyTorch takes a second and 200 MB: only for those who need it
-    from common.decode import DecodeError, decode_image
+def _check_as_training_does(data: bytes, strictly: bool) -> None:
+    """Raises Rejected for what training could not use; with `strictly`, for what check_shards would find, too."""
+    from common.decode import DecodeError, check_image, decode_image  # PyTorch takes a second and 200 MB
 
     try:
-        if not data.startswith(b"\xff\xd8\xff"):
-            decode_image(data)
-            return
-        complaint = jpeg.complaint(memoryview(data))  # decodes it, and keeps the decoder's remarks off stderr
+        (check_image if strictly else decode_image)(data)
     except DecodeError as error:
         raise Rejected(_cause(error)) from None
-    if strictly and complaint:
-        raise Rejected(complaint.splitlines()[0])
 
 
 def _cause(error: Exception) -> str:

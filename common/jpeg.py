@@ -16,6 +16,7 @@ import os
 import re
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -28,10 +29,16 @@ from torch import Tensor
 
 from common.picture import Box, DecodeError, check_size, exif_orientation, open_with_pillow
 
-# What libjpeg says of a scan that holds more rows than the header claims; one line, and only if it said nothing before.
-_ROWS_LEFT = re.compile(rb"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9\n")
+# libjpeg goes on after damage, fills what it lacks with gray, and says so on stderr, once an image. Pixels are wrong
+# after some of its remarks; after others (bytes that nothing needs, an odd version number) they are not.
+_REMARK = re.compile(rb"Corrupt JPEG|Premature end of JPEG|Inconsistent progression|Invalid SOS|Unknown Adobe|"
+                     rb"Warning: unknown JFIF|Application transferred")
+_DAMAGE = re.compile(rb"Premature end|bad (Huffman|arithmetic) code|instead of RST", re.IGNORECASE)
+_ODD = re.compile(rb"extraneous bytes|Inconsistent progression|Invalid SOS")  # maybe damage: for checks alone
 _SEGMENT = struct.Struct(">HH")  # marker, length
 _FRAME = struct.Struct(">HHBHHB")  # marker, length, precision, height, width, number of components
+_HOLE = bytes(512)  # a sector
+_MISSING = (128, 128, 128)  # what libjpeg puts where data are missing
 _MIN_SAVED = 1 / 16  # of the rows: below that, copying the file and catching the remark cost as much as they save
 
 
@@ -93,6 +100,16 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
 
 def decode_all(data: memoryview, header: Header) -> Tensor:
     """The whole stored image, uint8 (3, height, width), channels-last. Raises DecodeError."""
+    with _stderr_caught() as said:
+        pixels = _decode_all(data, header)
+    _refuse(said, _DAMAGE)
+    if said and _has_hole(data, header):
+        _refuse(said, _ODD)
+    return pixels
+
+
+def _decode_all(data: memoryview, header: Header) -> Tensor:
+    """Whatever can be made of the file; raises DecodeError where that is nothing."""
     native, message = _native_decoder(), ""
     if native is not None:
         try:
@@ -113,12 +130,11 @@ def decode_all(data: memoryview, header: Header) -> Tensor:
 def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:
     """At least the first `bottom` rows of the stored image, the same pixels as decode_all gives.
 
-    While it runs, file descriptor 2 of the whole process leads elsewhere: call it where nothing else writes
-    to stderr meanwhile, as in a loader worker. What libjpeg says about these rows goes on to stderr.
+    Damage below them is not seen, and does no harm. Raises DecodeError.
     """
     native = _native_decoder()
     # With restart marks, what libjpeg says about rows left over reads like what it says about damage.
-    shorter = None if header.has_restarts else _shortened(data, header, bottom)
+    shorter = None if header.has_restarts or _has_hole(data, header) else _shortened(data, header, bottom)
     if native is None or shorter is None:
         return decode_all(data, header)
     try:
@@ -126,19 +142,23 @@ def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:
             pixels = native(torch.frombuffer(shorter, dtype=torch.uint8))
     except RuntimeError:
         return decode_all(data, header)
-    if said and not _ROWS_LEFT.fullmatch(said):
-        os.write(2, said)
+    _refuse(said, _DAMAGE)  # or the rows left over, which count as extraneous bytes
     return pixels
 
 
-def complaint(data: memoryview) -> str:
-    """What libjpeg finds odd in a file that it can decode, such as "premature end of data segment"; "" for a sound one.
-
-    Decodes the whole image with file descriptor 2 led elsewhere, see decode_top. For checking, not for training.
-    """
+def check(data: memoryview) -> None:
+    """Decode the whole image. Raises DecodeError for what training refuses, and for bytes within it that nothing
+    needs: they may be what damage left."""
     with _stderr_caught() as said:
-        decode_all(data, read_header(data))
-    return said.decode(errors="replace").strip()
+        _decode_all(data, read_header(data))
+    _refuse(said, _DAMAGE)
+    _refuse(said, _ODD)
+
+
+def _refuse(said: bytearray, remarks: re.Pattern[bytes]) -> None:
+    """Raise DecodeError where libjpeg made one of these remarks."""
+    if said and remarks.search(said):
+        raise DecodeError("damaged image", said.decode(errors="replace").partition("\n")[0])
 
 
 def _shortened(data: memoryview, header: Header, bottom: int) -> bytearray | None:
@@ -156,15 +176,26 @@ def _shortened(data: memoryview, header: Header, bottom: int) -> bytearray | Non
 def decode_reduced(data: memoryview, header: Header, factor: int, box: Box, size: int) -> Tensor:
     """The stored image decoded at 1/factor (2, 4, 8), its `box` scaled to uint8 (3, size, size). Raises DecodeError.
 
-    `box` is in pixels of the full image and may be fractional, so that the crop stays where it was.
+    `box` is in pixels of the full image and may be fractional, so that the crop stays where it was. For files that are
+    baseline and without restart marks: Pillow does not tell what libjpeg remarks, but in these missing data leave the
+    rest of the image gray. Where its last pixel is so, or a hole is seen, it is decoded once more by the one who tells.
     """
     try:
         image = open_with_pillow(_shortened(data, header, math.ceil(box.bottom) + factor) or data, "JPEG")
         image.draft("RGB", (max(image.width // factor, 1), max(image.height // factor, 1)))
         edges = box.left / factor, box.top / factor, box.right / factor, box.bottom / factor
-        return _from_pillow(image.resize((size, size), Image.Resampling.BILINEAR, box=edges))
+        scaled = _from_pillow(image.resize((size, size), Image.Resampling.BILINEAR, box=edges))
+        last = image.getpixel((image.width - 1, image.height - 1))
     except Exception as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from None
+    if last in (_MISSING, _MISSING[0]) or _has_hole(data, header):
+        decode_all(data, header)
+    return scaled
+
+
+def _has_hole(data: memoryview, header: Header) -> bool:
+    """Whether there are zeros behind the header as a lost piece of a file leaves them (and some flat images); 10 µs."""
+    return bytes(data[header.height_at :]).find(_HOLE) >= 0
 
 
 def _from_pillow(image: Image.Image) -> Tensor:
@@ -185,25 +216,33 @@ def _native_decoder() -> Callable[[Tensor], Tensor] | None:
 
 @contextmanager
 def _stderr_caught() -> Iterator[bytearray]:
-    """Catch what C code writes to file descriptor 2; costs 3 µs. The bytes are there when the block is left."""
-    catcher, said = _catcher(os.getpid()), bytearray()
-    real = os.dup(2)  # anew each time: a launcher or a test may have moved it
-    os.dup2(catcher, 2)
-    try:
-        yield said
-    finally:
-        os.dup2(real, 2)
-        os.close(real)
-        num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over
-        if num_bytes:
-            said += os.pread(catcher, num_bytes, 0)
-            os.lseek(catcher, 0, os.SEEK_SET)
+    """Catch what libjpeg writes to file descriptor 2, one thread at a time; costs 3 µs. The bytes are there when the
+    block is left. What others wrote meanwhile comes out then."""
+    said = bytearray()
+    catcher, lock = _catcher(os.getpid())
+    with lock:
+        real = os.dup(2)  # anew each time: a launcher or a test may have moved it
+        os.dup2(catcher, 2)
+        try:
+            yield said
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over
+            if num_bytes:
+                os.lseek(catcher, 0, os.SEEK_SET)
+                for line in os.pread(catcher, num_bytes, 0).splitlines(keepends=True):
+                    if _REMARK.match(line):
+                        said += line
+                    else:
+                        os.write(2, line)
 
 
 @lru_cache(maxsize=1)
-def _catcher(pid: int) -> int:
-    """An unnamed file of this process alone (a forked child would share the place where its parent writes)."""
+def _catcher(pid: int) -> tuple[int, threading.Lock]:
+    """An unnamed file of this process alone (a forked child would share the place where its parent writes), and its
+    lock."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("stderr")
+        return os.memfd_create("stderr"), threading.Lock()
     with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        return os.dup(file.fileno()), threading.Lock()

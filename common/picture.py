@@ -37,7 +37,8 @@ _TURNS = {
 class DecodeError(ValueError):
     """An image that cannot be used. `cause` is one of a few fixed words, to count by; `detail` says more.
 
-    Causes: "not an image", "unsupported", "truncated", "corrupt", "too large".
+    Causes: "not an image", "unsupported", "truncated", "corrupt", "damaged image" (decoded, but a part is missing),
+    "too large".
     """
 
     def __init__(self, cause: str, detail: str = ""):

@@ -155,14 +155,14 @@ def _compare_index(path: str, samples: list[tar_index.Sample], report: ShardRepo
 
 def _look(sample: RawSample, report: ShardReport) -> bool:
     """Use a sample as training would. Whether it could be used."""
-    from common.decode import DecodeError, decode_image  # torch: a second, once in every process
+    from common.decode import DecodeError, check_image  # torch: a second, once in every process
 
     fields = report.job.fields
     try:
         if sample.fault:
             raise SampleError("ambiguous sample", sample.fault)
         label = fields.label(sample)
-        decode_image(fields.image(sample))
+        check_image(bytes(fields.image(sample)))
     except (SampleError, DecodeError) as error:
         cause = getattr(error, "cause", "corrupt")
         report.problems.append(Problem(cause, str(error), sample.shard, sample.key, sample.count))

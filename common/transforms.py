@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from common.decode import Data, Picture, open_image
 from common.picture import Box
@@ -44,8 +43,7 @@ class ImageTransform:
     Both give what torchvision's transforms of the same crop give, within one level of 255, but for large JPEGs,
     which are decoded at a reduced size.
 
-    skip_rows: do not decode the rows of a JPEG below the crop. It diverts stderr while libjpeg runs; None does so in
-    loader workers only, where nobody else writes to it.
+    skip_rows: do not decode the rows of a JPEG below the crop: neither their pixels nor damage in them matters.
 
     An augmentation of your own goes into a subclass; `rng` is a random.Random seeded for this sample and epoch:
 
@@ -56,7 +54,7 @@ class ImageTransform:
 
     size: int = 224
     augment: str = "crop"
-    skip_rows: bool | None = None
+    skip_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.augment not in ("crop", "center"):
@@ -100,7 +98,7 @@ class ImageTransform:
         if factor > 1:
             out.copy_(picture.scaled(box, self.size, factor))
         else:
-            _resize(picture.pixels(box, self._skips_rows()), (self.size, self.size), None, out)
+            _resize(picture.pixels(box, self.skip_rows), (self.size, self.size), None, out)
         if mirror:
             out.copy_(out.flip(2))  # after the resize there is less to turn: 17 µs instead of 70, and the same pixels
 
@@ -114,14 +112,11 @@ class ImageTransform:
         if factor > 1:
             out.copy_(picture.scaled(box, self.size, factor))
             return
-        pixels = picture.pixels(Box(rows.first, rows.last, columns.first, columns.last), self._skips_rows())
+        pixels = picture.pixels(Box(rows.first, rows.last, columns.first, columns.last), self.skip_rows)
         shape = rows.skip + self.size, columns.skip + self.size
         resized = torch.empty((*shape, 3), dtype=torch.uint8).permute(2, 0, 1)
         _resize(pixels, shape, (1 / rows.scale, 1 / columns.scale), resized)
         out.copy_(resized[:, rows.skip :, columns.skip :])
-
-    def _skips_rows(self) -> bool:
-        return get_worker_info() is not None if self.skip_rows is None else self.skip_rows
 
 
 def random_crop(height: int, width: int, rng: random.Random) -> Box:

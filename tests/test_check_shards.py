@@ -20,7 +20,9 @@ KEYS = [f"{number:02d}" for number in range(10)]
 
 def checked(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, dict]:
     code = main([*map(str, arguments), "-w", "0", "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "JPEG" not in printed.err  # nothing that a C library says on its own
+    return code, json.loads(printed.out)
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
@@ -37,8 +39,9 @@ def broken_folder(folder: Path) -> Path:
     """One fault of each kind, each in a shard of its own with ten samples."""
     good = files(KEYS)
     half = good[6][1][: len(good[6][1]) // 2]
+    hole = half + b"\xff\xd9"  # both ends whole: decoders pad it
     faults = {
-        "image": [*good[:6], ("03.jpg", half), *good[7:]],
+        "image": [*good[:6], ("03.jpg", half), *good[7:]], "hole": [*good[:6], ("03.jpg", hole), *good[7:]],
         "label": [*good[:7], ("03.json", b'{"label": 7}'), *good[8:]],
         "json": [*good[:7], ("03.json", b"{"), *good[8:]], "missing": [*good[:7], *good[8:]],
         "twice": [*good[:8], ("03.JPG", good[6][1]), *good[8:]],
@@ -56,14 +59,14 @@ def broken_folder(folder: Path) -> Path:
 
 
 EXPECTED = {  # shard: (cause, key), samples that are saved
-    "image": (("truncated", "03"), 9), "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
+    "image": (("truncated", "03"), 9), "hole": (("damaged image", "03"), 9), "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
     "missing": (("no label", "03"), 9), "twice": (("torn sample", "03"), 10), "other": (("torn sample", "03"), 9),
     "apart": (("torn sample", "03"), 10), "cut": (("damaged tar", ""), 3), "damaged": (("damaged tar", ""), 9),
     "page": (("damaged tar", ""), 0)}
 
 
-def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = broken_folder(tmp_path / "broken")
+def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    capsys, folder = capfd, broken_folder(tmp_path / "broken")
     code, report = checked(capsys, folder, "--fix", tmp_path / "clean")
     assert code == 1
     first = {}
@@ -77,9 +80,9 @@ def test_every_kind_of_fault_and_what_can_be_saved(tmp_path: Path, capsys: pytes
     assert [sample.key for sample in by_position(index)] == [sample.key for sample in by_stream(index)]
     assert all(read_index(path) == scan_tar(path) for path in index.paths)
     assert checked(capsys, tmp_path / "clean") == (0, {
-        "shards": 9, "samples": 77, "usable": 77, "num_classes": 2, "labels": index_labels(index), "causes": {},
+        "shards": 10, "samples": 86, "usable": 86, "num_classes": 2, "labels": index_labels(index), "causes": {},
         "problems": [], "warnings": [],
-        "feeds": {"exact": None, "resampled": None, "split": 9}})
+        "feeds": {"exact": None, "resampled": None, "split": 10}})
     assert len((tmp_path / "clean" / "rejected.jsonl").read_text().splitlines()) == len(report["problems"])
     assert main([str(folder), "--fix", str(tmp_path / "clean")]) == 1
     assert "shards are here already" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
 import random
 import struct
@@ -16,7 +17,7 @@ import torch
 from PIL import Image, ImageOps
 
 from common import jpeg, picture
-from common.decode import DecodeError, decode_image, open_image
+from common.decode import DecodeError, check_image, decode_image, open_image
 from common.picture import MAX_PIXELS, Box, exif_orientation
 
 LOSSLESS = {"PNG": {}, "BMP": {}, "TIFF": {"compression": "tiff_lzw"}, "WEBP": {"lossless": True}}
@@ -297,8 +298,7 @@ def test_a_cut_jpeg_is_called_truncated_wherever_it_is_cut(options: dict) -> Non
 def test_a_cut_cmyk_jpeg_and_a_cut_large_one_are_refused() -> None:
     assert cause_of(encode(photo().convert("CMYK"), "JPEG")[:-200]) == "truncated"
     data = encode(photo(400, 400), "JPEG")
-    picture = open_image(data[: len(data) // 2] + b"\xff\xd9")  # with a false end: shown in part, as libjpeg does
-    assert picture.pixels(Box(0, 400, 0, 400)).shape == (3, 400, 400)
+    assert cause_of(data[: len(data) // 2] + b"\xff\xd9") == "damaged image"  # with a false end
     assert not open_image(data[: len(data) // 2]).reductions()
 
 
@@ -410,15 +410,52 @@ def test_the_top_rows_are_those_of_the_whole_image(kind: str, capfd: pytest.Capt
     assert capfd.readouterr().err == ""
 
 
-def test_damage_in_the_top_rows_is_still_told(capfd: pytest.CaptureFixture[str]) -> None:
-    data = encode(photo(200, 200), "JPEG", quality=90)
-    damaged = data[: len(data) // 8] + b"\xff\xd9"
-    header = jpeg.read_header(memoryview(damaged))
-    top = jpeg.decode_top(memoryview(damaged), header, 100)
-    assert capfd.readouterr().err == "Corrupt JPEG data: premature end of data segment\n"
-    assert torch.equal(top[:, :100], jpeg.decode_all(memoryview(damaged), header)[:, :100])
-    assert jpeg.complaint(memoryview(damaged)) == "Corrupt JPEG data: premature end of data segment"
-    assert jpeg.complaint(memoryview(data)) == ""
+def missing_within(data: bytes, start: float, stop: float = 1.0, filling: bytes = b"") -> bytearray:
+    """A JPEG with both ends whole and a part of its scan gone, or overwritten."""
+    first, last = int(len(data) * start), min(int(len(data) * stop), len(data) - 2)
+    return bytearray(data[:first] + filling * (last - first) + data[last:])
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 50}])
+@pytest.mark.parametrize("damage", [(0.5,), (0.3, 0.6, b"\0")])
+def test_missing_data_are_told_and_not_padded_gray(options: dict, damage: tuple, capfd: pytest.CaptureFixture) -> None:
+    """Wherever the file would be decoded, whole, in part, or at a fraction of its size."""
+    data = encode(photo(300, 300), "JPEG", quality=90, **options)
+    damaged = memoryview(missing_within(data, *damage))
+    header, everything = jpeg.read_header(damaged), Box(0, 300, 0, 300)
+    attempts = [lambda: jpeg.decode_all(damaged, header), lambda: jpeg.decode_top(damaged, header, 250),
+                lambda: decode_image(damaged), lambda: check_image(bytes(damaged))]
+    if not options:
+        attempts.append(lambda: open_image(damaged).scaled(everything, 32, 8))
+    for attempt in attempts:
+        with pytest.raises(DecodeError, match=r"^damaged image: Corrupt JPEG data: "):
+            attempt()
+    assert bool(open_image(damaged).reductions()) == (not options)
+    check_image(data)
+    assert open_image(data).pixels(Box(0, 30, 0, 300), skip_rows=True).shape == (3, 30, 300)
+    assert capfd.readouterr().err == ""
+
+
+def test_rows_above_the_damage_can_be_used() -> None:
+    data = encode(photo(300, 300), "JPEG", quality=90)
+    damaged = memoryview(missing_within(data, 0.5))
+    header = jpeg.read_header(damaged)
+    assert torch.equal(jpeg.decode_top(damaged, header, 60)[:, :60], decode_image(data)[:, :60])
+
+
+def test_harmless_remarks_are_for_checks_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes that nothing needs before the end mark; an odd version number says nothing of the pixels. What others
+    write to stderr meanwhile comes out."""
+    data = encode(photo(), "JPEG")
+    longer = data[:-2] + b"x" * 65 + data[-2:]
+    assert torch.equal(decode_image(longer), decode_image(data))
+    with pytest.raises(DecodeError, match="63 extraneous bytes"):
+        check_image(longer)
+    check_image(data.replace(b"JFIF\0\1\1", b"JFIF\0\2\0"))
+    assert capfd.readouterr().err == ""
+    with jpeg._stderr_caught() as said:
+        os.write(2, b"a thread's line\nCorrupt JPEG data: bad Huffman code\n")
+    assert said == b"Corrupt JPEG data: bad Huffman code\n" and capfd.readouterr().err == "a thread's line\n"
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_rows": 1}])

@@ -302,12 +302,6 @@ def test_workers_and_threads_do_not_change_a_pixel(augment: str, capfd: pytest.C
     assert capfd.readouterr().err == ""  # nothing of libjpeg's remarks, in any process
 
 
-def test_rows_are_skipped_in_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not ImageTransform()._skips_rows() and ImageTransform(skip_rows=True)._skips_rows()
-    monkeypatch.setattr(transforms, "get_worker_info", lambda: object())
-    assert ImageTransform()._skips_rows() and not ImageTransform(skip_rows=False)._skips_rows()
-
-
 def test_damage_is_told_and_truncation_raised_from_a_worker() -> None:
     good = encode(photo(100, 100))
     cut = _Images([good, good[:-500]], ImageTransform(32))
@@ -346,7 +340,7 @@ def test_a_subclass_changes_the_finished_image() -> None:
 def test_transforms_can_be_sent_to_workers_and_say_what_they_are() -> None:
     for transform in (ImageTransform(96, "center"), Noisy(32, amount=4)):
         assert pickle.loads(pickle.dumps(transform)) == transform
-    assert repr(ImageTransform(96, "center")) == "ImageTransform(size=96, augment='center', skip_rows=None)"
+    assert repr(ImageTransform(96, "center")) == "ImageTransform(size=96, augment='center', skip_rows=True)"
 
 
 def test_wrong_settings_are_refused() -> None:
