@@ -73,10 +73,14 @@ class Cache:
         try:
             with fetch() as source, open(part, "wb") as target:
                 self._copy(decompressed(source), target, part)
-            samples = tar_index.scan_tar(part, shown(url))
+            samples, has_end = tar_index.walk_tar(part, shown(url))
+            if samples and not has_end:
+                tar_index.warn_of_no_end(shown(url), len(samples))
             final = Path(self.folder, name)
             os.replace(part, final)
             tar_index.write_index(final, samples)
+        except tar_index.TornTar as error:  # nothing of it is kept, so nothing of it can be used
+            raise UserError(str(error)) from None
         except BROKEN as error:
             raise UserError(f"the compressed tar is damaged ({error}); shard {shown(url)}; copy or write it "
                             "again") from None

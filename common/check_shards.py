@@ -123,9 +123,6 @@ def _complete(report: Report) -> None:
     empty = [shard.job.name for shard in report.shards if not shard.num_samples]
     if empty:
         report.warnings.append(f"{len(empty)} shards are empty, such as {empty[0]}")
-    report.warnings += ["no end mark, the tar may have been cut after its last file; "
-                        f"{shard.job.name}" for shard in report.shards
-                        if not shard.has_end and shard.num_samples]
     missing = gaps([shard.job.path for shard in report.shards])
     if missing:
         report.warnings.append(f"{len(missing)} numbers are missing between the shards, such as {shown(missing[0])}")

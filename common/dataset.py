@@ -26,11 +26,12 @@ from common import sampling
 from common.collate import Made, SkippedSample, as_images
 from common.coverage import split_order
 from common.errors import UserError
-from common.fields import Fields, RawSample, SampleError
+from common.fields import Fields, RawSample, SampleError, lost_sample
 from common.mixing import Mix, Piece, Row
 from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
 from common.shard_reader import NUM_VALID, ShardReader
 from common.shards import ShardIndex
+from common.tar_index import TornTar
 from common.tar_stream import stream_samples
 from common.transforms import ImageTransform, Prepared
 from common.urls import shown
@@ -178,14 +179,23 @@ def _read_shards(shards: Iterable[dict], index: ShardIndex) -> Iterator[RawSampl
     """The samples of shards that webdataset gives out by number: it would take some names for patterns or schemes."""
     for shard in shards:
         number = int(shard["url"])
-        path, count = index.paths[number], 0
+        path, name, count, skips = index.paths[number], index.names[number], 0, index.storage.skip_errors
+        fault = ""
         with index.storage.open(path) as file:
-            for sample in stream_samples(file, index.names[number], shown(path)):
-                yield sample
-                count += 1
-        if count != index.sizes[number]:
+            try:
+                for sample in stream_samples(file, name, shown(path)):
+                    yield sample
+                    count += 1
+            except TornTar as error:
+                if not skips:
+                    raise
+                fault = error.fault
+        if count > index.sizes[number] or count < index.sizes[number] and not skips:
             raise UserError(f"{index.sizes[number]} samples were promised, the tar gave {count}; shard {shown(path)}; "
                             "it was cut or changed: write or copy it again")
+        if count < index.sizes[number]:  # told once for all that is lost: a stream does not wait for it
+            lost = fault or f"{index.sizes[number]} samples were promised, the tar gave {count}"
+            yield lost_sample(name, count, lost)
 
 
 def _explained(pipeline: Iterable[RawSample], rank: int, worker: int) -> Iterator[RawSample]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+TORN_SHARD = "torn shard"  # the cause of samples that are lost with a part of their tar
 MAX_NAME = 200  # letters of a class's name
 MAX_TEXT = 1 << 24  # bytes of a json: more is no label
 Data = bytes | memoryview
@@ -38,11 +39,17 @@ class RawSample:
     key: str
     fields: Mapping[str, Data]
     fault: str | None = None
+    cause: str = "torn sample"  # of the fault
 
     def check(self) -> None:
         """Raise SampleError for a sample that is torn or ambiguous."""
         if self.fault is not None:
-            raise SampleError("torn sample", self.fault)
+            raise SampleError(self.cause, self.fault)
+
+
+def lost_sample(shard: str, count: int, fault: str) -> RawSample:
+    """What stands, where errors are skipped, for a sample behind the tear of its shard."""
+    return RawSample(shard, count, "", {}, fault, TORN_SHARD)
 
 
 @dataclass

@@ -51,11 +51,11 @@ class ShardReport:
 
     job: CheckJob
     num_samples: int = 0
+    num_members: int = 0
     num_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     labels: Counter[int] = field(default_factory=Counter)
     names: dict[int, str] = field(default_factory=dict)
-    has_end: bool = True
     num_saved: int = 0
     bytes_saved: int = 0
 
@@ -124,10 +124,12 @@ def _members(path: str, report: ShardReport) -> Iterator[Member]:
                 for entry in walker:
                     try:
                         if tar_index.is_sample_file(entry):
+                            report.num_members += 1
                             yield Member(tar_index.split_name(entry.name)[1], entry.offset, entry.size, entry.name)
                     except TarError as error:
                         report.problems.append(Problem("link", str(error), report.job.name, entry.name))
-                report.has_end = walker.has_end
+                if not walker.has_end and report.num_members:
+                    report.problems.append(Problem("damaged tar", tar_index.no_end(), report.job.name))
                 return
             except TarError as error:
                 report.problems.append(Problem("damaged tar", str(error), report.job.name))

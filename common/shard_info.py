@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -107,9 +108,9 @@ def _whole(value: Any, name: str, least: int = 0, most: int = 1 << 62) -> int:
     return number
 
 
-def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, int]]) -> None:
+def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, int]], skip_errors: bool = False) -> None:
     """Hold (folder, name, samples) that were counted against what was promised: the only sign of a tar cut between two
-    members."""
+    members. With `skip_errors`, fewer in all than promised are told and no error."""
     found: dict[str, dict[str, int]] = {folder: {} for folder in infos}
     for folder, name, samples in counted:
         if folder in found:
@@ -130,9 +131,12 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
                             "the shards anew")
         total = sum(found[folder].values())
         if info.num_samples is not None and info.num_samples != total:
-            raise UserError(f"{info.path} promises {info.num_samples} samples, the {len(found[folder])} tars hold "
-                            f"{total}; {folder}; "
-                            "a tar was cut or is missing: copy the shards again, or correct `dataset size`")
+            words = (f"{info.path} promises {info.num_samples} samples, the {len(found[folder])} tars hold "
+                     f"{total}; {folder}; a tar was cut or is missing: copy the shards again, or correct "
+                     "`dataset size`")
+            if not skip_errors or total > info.num_samples:
+                raise UserError(words)
+            print(f"warning: {words}", file=sys.stderr, flush=True)
 
 
 def write_info(folder: str | Path, info: dict) -> None:

@@ -20,11 +20,13 @@ from urllib.parse import unquote, urlsplit
 import braceexpand
 
 from common.errors import UserError
+from common.files import read_json
 from common.storage import Storage
 from common.urls import is_command, is_remote, is_url, shown
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 MAX_SHARDS = 2_000_000  # a pattern of more is a slip
+UNFINISHED = ".unfinished"  # what make_shards keeps in its OUT until everything is there
 ADVICE = "give a folder of tars, tars, or a pattern; python -m common.make_shards makes shards"
 
 
@@ -34,7 +36,24 @@ def expand(patterns: Sequence[str], storage: Storage | None = None) -> list[str]
     twice = [path for path, count in Counter(map(_real, paths)).items() if count > 1]
     if twice:
         raise UserError(f"a shard is named twice; {shown(twice[0])}; name every shard once in --shard_path")
+    _check_finished(paths)
     return paths
+
+
+def _check_finished(paths: Sequence[str]) -> None:
+    """Raise UserError for shards that make_shards has not come to the end of: their folder is its OUT, or OUT/train."""
+    for folder in dict.fromkeys(os.path.dirname(path) for path in paths if not is_remote(path)):
+        for out in (folder, os.path.join(folder, os.pardir)):
+            if any(Path(out, UNFINISHED).glob("plan-*")) and _belongs(folder, out):
+                raise UserError(f"make_shards has not finished, shards are missing; {folder or '.'}; give the same "
+                                "make_shards command again: it goes on where it was interrupted")
+
+
+def _belongs(folder: str, out: str) -> bool:
+    """Whether the shards of `folder` are those that are being written to `out`: a folder below it that is described
+    may be an older one, which is whole."""
+    info = Path(folder, "info.json")
+    return folder == out or not info.exists() or read_json(info).get("plan") == ""  # "" until all are there
 
 
 def _real(path: str) -> str:
@@ -46,7 +65,9 @@ def _expand_one(pattern: str, storage: Storage) -> list[str]:
         paths = sorted(str(path) for path in Path(pattern).iterdir() if path.name.endswith(SUFFIXES)
                        and path.name[0] != ".")
         if not paths:
-            raise UserError(f"no shards (*.tar); {pattern}; {ADVICE}")
+            below = sorted(path.name for path in Path(pattern).iterdir() if any(path.glob("*.tar*")))
+            advice = f"give one of its folders that do: {', '.join(below[:5])}" if below else ADVICE
+            raise UserError(f"no shards (*.tar); {pattern}; {advice}")
         return paths
     if os.path.exists(pattern):
         return [pattern]

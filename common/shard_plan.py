@@ -21,6 +21,7 @@ import numpy as np
 from common.errors import UserError
 from common.image_files import Rejected, encode, prepare
 from common.sampling import permutation
+from common.shard_paths import UNFINISHED
 from common.shard_writer import Entry, ShardJob
 from common.sources import Source, extension
 from common.tar_index import BLOCK
@@ -76,7 +77,7 @@ class Plan:
     @property
     def work(self) -> Path:
         """Where unfinished things live. A reader that meets this folder knows that the shards are not complete."""
-        return self.out / ".unfinished"
+        return self.out / UNFINISHED
 
     def job(self, number: int) -> ShardJob:
         """All that is needed to write shard `number` of the plan."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from common import tar_index
 from common.errors import UserError
-from common.fields import Data, RawSample
+from common.fields import Data, RawSample, lost_sample
 from common.shards import ShardIndex
 from common.urls import shown
 
@@ -31,6 +31,7 @@ class ShardReader:
         self._paths: dict[int, str] = {}  # where the open ones lie
         self._samples: OrderedDict[int, list[tar_index.Sample]] = OrderedDict()
         self._faults: dict[int, dict[int, str]] = {}
+        self._tears: dict[int, str] = {}  # why a shard has fewer samples than promised
         self._num_samples = 0
         self._max_open = MAX_OPEN_CACHED if index.storage.cache_bytes is not None else MAX_OPEN
         self._buffers, self._turn = [bytearray(1 << 18) for _ in range(NUM_VALID)], 0
@@ -38,7 +39,10 @@ class ShardReader:
     def read(self, shard: int, place: int) -> RawSample:
         """Sample number `place` of a shard. Its bytes are views of a buffer, valid until NUM_VALID more are read."""
         self._turn = (self._turn + 1) % NUM_VALID
-        members = self._members(shard)[place]
+        samples = self._members(shard)
+        if place >= len(samples):
+            return lost_sample(self.index.names[shard], place, self._tears[shard])
+        members = samples[place]
         start, stop, num_bytes = members[0].offset, 0, 0
         for _, offset, size, _ in members:
             start, stop, num_bytes = min(start, offset), max(stop, offset + size), num_bytes + size
@@ -73,11 +77,7 @@ class ShardReader:
         samples = self._samples.get(shard)
         if samples is None:
             self._file(shard)  # opened first: what is open stays
-            samples = tar_index.load_samples(self._paths[shard])
-            if len(samples) != self.index.sizes[shard]:
-                raise UserError(f"{self.index.sizes[shard]} samples were promised, the tar holds {len(samples)}; "
-                                f"shard {shown(self.index.paths[shard])}; it was cut or changed: write or copy it "
-                                "again")
+            samples = self._load(shard)
             self._samples[shard], self._faults[shard] = samples, tar_index.sample_faults(samples)
             self._num_samples += len(samples)
             while self._num_samples > MAX_SAMPLES and len(self._samples) > 1:
@@ -85,6 +85,21 @@ class ShardReader:
                 self._num_samples -= len(dropped)
                 del self._faults[oldest]
         self._samples.move_to_end(shard)
+        return samples
+
+    def _load(self, shard: int) -> list[tar_index.Sample]:
+        """As many samples as were promised; fewer only where errors are skipped and the shard is torn."""
+        size, skips = int(self.index.sizes[shard]), self.index.storage.skip_errors
+        try:
+            samples = tar_index.load_samples(self._paths[shard])
+            self._tears[shard] = f"{size} samples were promised, the tar holds {len(samples)}"
+        except tar_index.TornTar as error:
+            if not skips:
+                raise
+            samples, self._tears[shard] = error.samples, error.fault
+        if len(samples) > size or len(samples) < size and not skips:
+            raise UserError(f"{self._tears[shard]}; shard {shown(self.index.paths[shard])}; it was cut or changed: "
+                            "write or copy it again")
         return samples
 
     def _file(self, shard: int) -> int:

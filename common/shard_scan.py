@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from common import tar_index
 from common.errors import UserError
-from common.fields import Fields, RawSample, SampleError
+from common.fields import TORN_SHARD, Fields, RawSample, SampleError, lost_sample
 from common.storage import Storage
+from common.tar_index import TornTar
 from common.tar_stream import stream_samples
 from common.urls import shown
 
@@ -35,14 +36,16 @@ class Scan:
     labels: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     error: str | None = None
+    is_torn: bool = False
 
 
 def scan_shard(numbered: tuple[int, ScanJob]) -> tuple[int, Scan]:
-    """Count, and look at every label if asked to. Raises UserError for a torn tar."""
+    """Count, and look at every label if asked to. A torn tar is an error, or else has a lost sample at its end."""
     number, job = numbered
     scan = Scan()
     for sample in _samples(job):
         scan.num_samples += 1
+        scan.is_torn |= sample.cause == TORN_SHARD
         if job.strict and sample.fault:
             raise UserError(f"{sample.fault}; shard {shown(job.path)}, key {sample.key}; "
                             "python -m common.check_shards --fix OUT writes clean shards, --on_error skip goes on "
@@ -65,12 +68,29 @@ def _look(scan: Scan, sample: RawSample, fields: Fields) -> None:
 
 
 def _samples(job: ScanJob) -> Iterator[RawSample]:
+    count = 0
+    try:
+        for sample in _all_samples(job):
+            yield sample
+            count += 1
+    except TornTar as error:
+        if job.strict:
+            raise
+        yield lost_sample(job.path, count, error.fault)
+
+
+def _all_samples(job: ScanJob) -> Iterator[RawSample]:
+    """Raises TornTar behind the last whole one."""
     if not job.storage.is_local(job.path):
         with job.storage.open(job.path) as file:
-            yield from stream_samples(file, job.path, shown(job.path))
+            yield from stream_samples(file, job.path, shown(job.path), warn=True)
         return
     with job.storage.held(job.path) as (path, file):
-        samples = tar_index.load_samples(path)
+        tear = None
+        try:
+            samples = tar_index.load_samples(path, warn=True)
+        except TornTar as error:
+            samples, tear = error.samples, error
         faults = tar_index.sample_faults(samples)
         for place, members in enumerate(samples):
             data = {member.extension.lower(): b"" for member in members}
@@ -78,6 +98,8 @@ def _samples(job: ScanJob) -> Iterator[RawSample]:
                 if member.extension.lower() in _label_fields(job.fields):
                     data[member.extension.lower()] = os.pread(file, member.size, member.offset)
             yield RawSample(job.path, place, tar_index.split_name(members[0].name)[0], data, faults.get(place))
+        if tear is not None:
+            raise tear
 
 
 def _label_fields(fields: Fields | None) -> tuple[str, ...]:

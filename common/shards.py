@@ -28,6 +28,7 @@ from common.shard_info import INFO, Info, check_totals, parse_info, read_info, w
 from common.shard_paths import expand, gaps, shard_names
 from common.shard_scan import Scan, ScanJob, scan_shard
 from common.storage import Storage
+from common.tar_index import has_end_mark
 from common.urls import is_command, is_remote, shown
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what takes long, such as tqdm
@@ -67,13 +68,16 @@ class ShardIndex:
                 for i in unknown]
         scans = _scan(jobs, progress)
         sizes[unknown] = [scan.num_samples for scan in scans]
-        check_totals(infos, zip(map(folder_of, paths), map(basename, paths), sizes.tolist(), strict=True))
+        if storage.skip_errors:
+            sizes = np.maximum(sizes, _promised_sizes(paths, infos))  # what a torn shard has lost is skipped, not gone
+        check_totals(infos, zip(map(folder_of, paths), map(basename, paths), sizes.tolist(), strict=True),
+                     storage.skip_errors)
         if not sizes.sum():
             raise UserError(f"no samples; all {len(paths)} shards of {shown(patterns[0])} are empty; write them anew")
         if labels:
             num_classes, classes = _found_classes(scans, paths)
         index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage)
-        if scans and num_classes and not any(info.path for info in infos.values()):
+        if scans and num_classes and not any(info.path for info in infos.values()) and _are_whole(scans, paths):
             _keep_info(index)
         return index
 
@@ -107,6 +111,11 @@ def read_any_info(folder: str, storage: Storage) -> Info:
     url = f"{folder}/{INFO}"
     text = storage.read_small(url)
     return (parse_info(text, shown(url)) if text is not None else None) or Info()
+
+
+def _promised_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
+    """Samples per shard as info.json has them, -1 where it does not."""
+    return np.array([infos[folder_of(path)].shards.get(basename(path), (None,))[0] or -1 for path in paths], np.int64)
 
 
 def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
@@ -179,6 +188,12 @@ def _warn_of_gaps(paths: Sequence[str]) -> None:
         print(f"warning: the numbers of the shards have a gap; {shown(missing[0])}{more} not there; copy it again if "
               "that is not meant",
               file=sys.stderr, flush=True)
+
+
+def _are_whole(scans: list[Scan], paths: Sequence[str]) -> bool:
+    """Whether what was counted may be kept. Not of a tar that may have been cut: that is told at each start."""
+    return not any(scan.is_torn for scan in scans) and all(
+        is_remote(path) or not path.endswith(".tar") or has_end_mark(path) for path in paths)
 
 
 def _keep_info(index: ShardIndex) -> None:

@@ -38,6 +38,18 @@ class Member(NamedTuple):
 Sample = list[Member]
 
 
+class TornTar(UserError):
+    """A tar that ends too early or is damaged within. `fault` is what is wrong, `samples` what is whole before it."""
+
+    def __init__(self, fault: str, rest: str, samples: list[Sample] | None = None):
+        super().__init__(f"{fault}; {rest}")
+        self.fault, self.samples = fault, samples or []
+
+    def __reduce__(self) -> tuple:
+        fault, _, rest = str(self).partition("; ")
+        return TornTar, (fault, rest, self.samples)
+
+
 def index_path(tar: str | Path) -> Path:
     """`train-0000.tar` -> `train-0000.idx`."""
     return Path(tar).with_suffix(".idx")
@@ -97,24 +109,51 @@ def _twice(extensions: Iterable[str]) -> str:
     return Counter(extension.lower() for extension in extensions).most_common(1)[0][0]
 
 
-def load_samples(path: str | Path) -> list[Sample]:
-    """Where each sample of a tar lies: from the index beside it, else by a scan that is kept where it can be."""
+def load_samples(path: str | Path, warn: bool = False) -> list[Sample]:
+    """Where each sample of a tar lies: from the index beside it, else by a scan that is kept where it can be, unless
+    the tar may have been cut. Raises TornTar."""
     samples = read_index(path)
     if samples is None:
-        samples = scan_tar(path)
+        samples, has_end = walk_tar(path)
         check_not_cut(path, samples)
-        keep_index(path, samples)
+        if has_end or not samples:
+            keep_index(path, samples)
+        elif warn:
+            warn_of_no_end(path, len(samples))
     return samples
 
 
+def has_end_mark(path: str | Path) -> bool:
+    """Whether a plain tar ends in zeros, as every tar does that was written to its end."""
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - BLOCK, 0))
+        return not any(file.read())
+
+
+def warn_of_no_end(path: str | Path, num_samples: int) -> None:
+    """Called where a tar is looked at for the first time: by rank 0, or when it is downloaded."""
+    print(f"warning: {no_end()}, {num_samples} samples are left; shard {path}; {RESCUE}", file=sys.stderr, flush=True)
+
+
+def no_end() -> str:
+    """What is told of a tar without the zeros that end one."""
+    return "no end mark, the tar was probably cut between two files"
+
+
 def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
-    """The samples of a tar in order: neighbours that share a key. Raises UserError for a tar that is torn, naming it
-    as `shown`.
+    """The samples of a tar in order, whether it has an end mark or not. See walk_tar."""
+    return walk_tar(path, shown)[0]
+
+
+def walk_tar(path: str | Path, shown: str = "") -> tuple[list[Sample], bool]:
+    """The samples of a tar in order, neighbours that share a key; and whether its end mark is there. Raises TornTar for
+    one that is torn, naming it as `shown`.
 
     Faults of single samples are left in, see `sample_faults`: who skips errors skips them one by one.
     """
     samples: list[Sample] = []
     latest = None
+    size = os.path.getsize(path) if os.path.exists(path) else 0
     try:
         with open(path, "rb") as file:
             walker = Walker(FileSource(file))
@@ -125,15 +164,13 @@ def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
                     latest = key
                 samples[-1].append(Member(extension, entry.offset, entry.size, entry.name))
     except TarError as error:
-        raise UserError(f"{error}; shard {shown or path}; {RESCUE}") from None
+        if samples and samples[-1][-1].offset + samples[-1][-1].size > size:
+            samples.pop()  # the tear goes through it
+        raise TornTar(str(error), f"shard {shown or path}; {RESCUE}", samples) from None
     except OSError as error:
         raise UserError(f"a shard cannot be read ({error.strerror}); {path}; check its permissions and the "
                         "disk") from None
-    if samples and not walker.has_end:
-        print(f"warning: no end mark, the tar may have been cut after its {len(samples)} samples; shard "
-              f"{shown or path}",
-              file=sys.stderr, flush=True)
-    return samples
+    return samples, walker.has_end
 
 
 def write_index(tar: str | Path, samples: list[Sample]) -> None:
@@ -180,7 +217,7 @@ def read_index(tar: str | Path) -> list[Sample] | None:
 
 
 def check_not_cut(tar: str | Path, samples: list[Sample]) -> None:
-    """Raise UserError where an index, though it does not fit, shows that the tar went on: the only sign of a cut
+    """Raise TornTar where an index, though it does not fit, shows that the tar went on: the only sign of a cut
     between members."""
     try:
         promised = _parse_index(tar, os.path.getsize(tar))
@@ -188,8 +225,8 @@ def check_not_cut(tar: str | Path, samples: list[Sample]) -> None:
         return
     files, promised_files = [list(chain.from_iterable(found)) for found in (samples, promised)]
     if len(promised_files) > len(files) and promised_files[: len(files)] == files:
-        raise UserError(f"the index promises {len(promised_files)} files, the tar holds {len(files)}; shard {tar}; "
-                        f"it was cut: copy it again, or remove {index_path(tar).name} if it is meant to be so")
+        raise TornTar(f"the index promises {len(promised_files)} files, the tar holds {len(files)}", f"shard {tar}; it "
+                      f"was cut: copy it again, or remove {index_path(tar).name} if it is meant to be so", samples)
 
 
 def _parse_index(tar: str | Path, tar_size: int) -> list[Sample]:

@@ -10,22 +10,22 @@ import bz2
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from common.errors import UserError
 from common.fields import RawSample
-from common.tar_format import Entry, StreamSource, TarError, Walker
-from common.tar_index import RESCUE, duplicate, is_sample_file, scattered, split_name
+from common.tar_format import StreamSource, TarError, Walker
+from common.tar_index import RESCUE, TornTar, duplicate, is_sample_file, scattered, split_name, warn_of_no_end
 
 OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)  # what a damaged compressed file raises
 
 
-def stream_samples(file: BinaryIO, shard: str, path: str = "") -> Iterator[RawSample]:
+def stream_samples(file: BinaryIO, shard: str, path: str = "", warn: bool = False) -> Iterator[RawSample]:
     """The samples of a tar, plain or compressed. `shard` is what they are called by, `path` what an error names.
+    `warn`: tell of a missing end mark.
 
-    Raises UserError for a tar that is torn; a sample that is, has its `fault`.
+    Raises TornTar for a tar that is torn, after the samples before the tear; a sample that is torn has its `fault`.
     """
     path = path or shard
     walker = Walker(StreamSource(decompressed(file)))
@@ -39,30 +39,32 @@ def stream_samples(file: BinaryIO, shard: str, path: str = "") -> Iterator[RawSa
                 fields[extension.lower()] = data
             seen.add(key)
             yield RawSample(shard, count, key, fields, fault)
+        if warn and seen and not walker.has_end:
+            warn_of_no_end(path, count + 1)
     except TarError as error:
-        raise UserError(f"{error}; shard {path}; {RESCUE}") from None
+        raise TornTar(str(error), f"shard {path}; {RESCUE}") from None
     except BROKEN as error:
-        raise UserError(f"the compressed tar is damaged ({error}); shard {path}; {RESCUE}") from None
+        raise TornTar(f"the compressed tar is damaged ({error})", f"shard {path}; {RESCUE}") from None
 
 
 def _grouped(walker: Walker) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
     """Neighbours that share a key. Members are read when they are reached: a stream cannot go back."""
-    latest, members = None, []
-    for entry, data in _read(walker):
-        key, extension = split_name(entry.name)
-        if key != latest and latest is not None:
-            yield latest, members
-            members = []
-        latest = key
-        members.append((extension, data))
-    if latest is not None:
+    latest, members, is_whole, tear = None, [], False, None
+    try:
+        for entry in filter(is_sample_file, walker):
+            key, extension = split_name(entry.name)
+            if key != latest and latest is not None:
+                yield latest, members
+                members = []
+            latest, is_whole = key, False
+            members.append((extension, walker.data(entry)))
+            is_whole = True
+    except (TarError, *BROKEN) as error:
+        tear = error
+    if latest is not None and (is_whole or tear is None):
         yield latest, members
-
-
-def _read(walker: Walker) -> Iterable[tuple[Entry, bytes]]:
-    for entry in walker:
-        if is_sample_file(entry):
-            yield entry, walker.data(entry)
+    if tear is not None:
+        raise tear
 
 
 def compression(start: bytes) -> bytes | None:

@@ -59,7 +59,8 @@ def broken_folder(folder: Path) -> Path:
 
 
 EXPECTED = {  # shard: (cause, key), samples that are saved
-    "image": (("truncated", "03"), 9), "hole": (("damaged image", "03"), 9), "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
+    "image": (("truncated", "03"), 9), "hole": (("damaged image", "03"), 9),
+    "label": (("label out of range", "03"), 9), "json": (("broken json", "03"), 9),
     "missing": (("no label", "03"), 9), "twice": (("torn sample", "03"), 10), "other": (("torn sample", "03"), 9),
     "apart": (("torn sample", "03"), 10), "cut": (("damaged tar", ""), 3), "damaged": (("damaged tar", ""), 9),
     "page": (("damaged tar", ""), 0)}
