@@ -116,7 +116,9 @@ def _complete(report: Report) -> None:
             report.classes = tuple(names[i] for i in range(report.num_classes))
     if not labels:
         folder = folder_of(report.shards[0].job.path)
-        report.problems.append(Problem("no samples", "not one sample can be used", folder))
+        last = report.problems[-1].detail if report.problems else ""
+        why = f": {last}" if last.endswith("_field") and len({p.detail for p in report.problems}) == 1 else ""
+        report.problems.append(Problem("no samples", f"not one sample can be used{why}", folder))
     unused = report.num_classes - len(labels)
     if labels and unused:
         report.warnings.append(f"{unused} of {report.num_classes} classes have no usable sample")

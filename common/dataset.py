@@ -289,6 +289,8 @@ class BatchDataset(IterableDataset):
 
     def _refuse(self, made: Made, bad: SkippedSample) -> None:
         if not self.skip_errors:
-            raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; mend the shard "
-                            "(python -m common.check_shards), or leave such samples out: --on_error skip")
+            is_name = bad.detail.endswith("_field")
+            what = "name the field" if is_name else "mend the shard (python -m common.check_shards)"
+            raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; {what}, or leave such "
+                            "samples out: --on_error skip")
         made.skipped.append(bad)

@@ -170,8 +170,9 @@ def _found_classes(scans: list[Scan], paths: Sequence[str]) -> tuple[int, tuple[
     labels = set().union(*(scan.labels for scan in scans))
     if not labels:
         scan, path = next((scan, path) for scan, path in zip(scans, paths, strict=True) if scan.error)
-        raise UserError(f"no sample has a label: {scan.error}; shard {shown(path)}; correct --label_field, or mend the "
-                        "shards")
+        is_there = "found the fields" in str(scan.error)
+        raise UserError(f"no sample has a label: {scan.error}; shard {shown(path)}; "
+                        + ("give --label_field one of the fields that are there" if is_there else "mend the shards"))
     num_classes = max(labels) + 1
     if num_classes > 1000 + 10 * len(labels):
         path = next(path for scan, path in zip(scans, paths, strict=True) if max(scan.labels, default=0) == max(labels))
