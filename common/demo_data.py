@@ -22,7 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.files import read_json, write_atomic
+from common.files import read_json, remedy, write_atomic
 from common.processes import available_cpus, run_jobs
 from common.sampling import mix
 
@@ -137,7 +137,7 @@ def make_demo_data(out: str | Path, num_images: int = 2000, seed: int = 0, num_w
         unfinished.replace(out)
     except OSError as error:
         raise UserError(f"cannot write the images ({error.strerror}); {out}; "
-                        "free some space, or choose another OUT") from None
+                        f"{remedy(error)}choose another OUT") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return True

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -24,7 +25,20 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write ({error.strerror or error}); {path}; "
-                        "free some space, or choose another folder with --output") from None
+                        f"{remedy(error)}choose another folder (--output of a run)") from None
+
+
+def remedy(error: OSError) -> str:
+    """What to do about what the file system refuses, ahead of the way out that is always there: "mend …, or "."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space, or "
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "mend its permissions, or "
+    if error.errno == errno.ENOENT:
+        return "make the folder that is not there, or "
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        return "move away what is in its place, or "
+    return ""
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from common.collate import Batch
 from common.distributed import World
 from common.errors import UserError
+from common.files import remedy
 
 
 class Predictions:
@@ -70,7 +71,7 @@ class Predictions:
             yield
         except OSError as error:
             raise UserError(f"cannot write ({error.strerror or error}); --predictions {self.path}; "
-                            "free some space, or choose another file") from None
+                            f"{remedy(error)}choose another file") from None
 
 
 def _lines(batch: Batch, logits: torch.Tensor) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from common import tar_index
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
+from common.files import remedy
 from common.shard_rescue import CleanShard
 from common.storage import Storage
 from common.tar_format import BLOCK, FileSource, TarError, Walker, is_header
@@ -182,8 +183,8 @@ def _save(clean: CleanShard, sample: RawSample, report: ShardReport) -> None:
     except SampleError as error:
         report.problems.append(Problem("not saved", str(error), sample.shard, sample.key, sample.count))
     except OSError as error:
-        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; free some space, or choose "
-                        "another OUT") from None
+        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; {remedy(error)}choose another "
+                        "OUT") from None
 
 
 def shown_problem(problem: Problem) -> str:

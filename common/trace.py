@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
+from common.files import remedy
 
 if TYPE_CHECKING:  # reading a trace needs no torch
     from common.collate import Batch
@@ -57,9 +59,9 @@ class Trace:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            raise _unwritable(error.strerror, self.path) from None
+            raise _unwritable(error, self.path) from None
         if written < len(line):
-            raise _unwritable("no space left", self.path)
+            raise _unwritable(OSError(errno.ENOSPC, "no space left"), self.path)
 
     def close(self) -> None:
         """Let go of the file. A row is complete without it."""
@@ -74,12 +76,12 @@ def _open_for_append(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _cut_torn_line(file)
     except OSError as error:
-        raise _unwritable(error.strerror, path) from None
+        raise _unwritable(error, path) from None
     return file
 
 
-def _unwritable(reason: str | None, path: Path) -> UserError:
-    return UserError(f"the trace cannot be written ({reason}); {path}; free some space, or choose another --output")
+def _unwritable(error: OSError, path: Path) -> UserError:
+    return UserError(f"the trace cannot be written ({error.strerror}); {path}; {remedy(error)}choose another --output")
 
 
 def _cut_torn_line(file: int) -> None:
@@ -116,6 +118,8 @@ def _report(args: argparse.Namespace) -> int:
     from common.trace_canvas import Canvas
     from common.trace_run import Run
 
+    if args.plot and os.path.isdir(args.plot):
+        raise UserError(f"a folder, not a file; --plot {args.plot}; give a FILE.png in it")
     run = Run.open(args.run, args.shards)
     canvas = Canvas.for_run(run) if args.plot else None
     report = audit(run, canvas)

@@ -490,7 +490,14 @@ def test_exit_status_and_text(tmp_path, capsys, monkeypatch):
     make_run(tmp_path / "good").write()
     monkeypatch.chdir(tmp_path)
     assert main(["good"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("kept: every sample once per epoch")
+    good = capsys.readouterr().out.splitlines()
+    assert good[-1].startswith("kept: every sample once per epoch")
+    odd = make_run(tmp_path / "odd")
+    odd.config["plan"]["classes"] = [f"line\nbreak\r\x1b[{label}" for label in range(10)]
+    odd.write()
+    assert main([str(tmp_path / "odd")]) == 0
+    printed = capsys.readouterr().out
+    assert "line break  [1 " in printed and printed.count("\n") == len(good) and "\x1b" not in printed
     bad = make_run(tmp_path / "bad")
     bad.rows[0].pop()
     bad.write()

@@ -104,6 +104,12 @@ def test_a_plot_of_an_unknown_format_is_an_error(tmp_path):
     trace_plot.plot(run, tmp_path / "steps.png")
 
 
+def test_a_plot_onto_a_folder_is_an_error(tmp_path, capsys):
+    run = make_run(tmp_path / "run").write()
+    assert main([str(run), "--plot", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: a folder, not a file; --plot {tmp_path}; give a FILE.png in it\n"
+
+
 def test_matplotlib_is_not_loaded_without_a_plot(tmp_path):
     make_run(tmp_path).write()
     code = "import sys; from common.trace import main; sys.exit(main(sys.argv[1:]) or 'matplotlib' in sys.modules)"
