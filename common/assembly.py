@@ -90,7 +90,8 @@ def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fi
         known, transform = dummy.FIELDS, Noise(transform.size)
     mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
     source = make_source(plan, data, rank, progress)
-    return Loader(BatchDataset(source, mixing, known, transform, skip_errors), num_workers)
+    dataset = BatchDataset(source, mixing, known, transform, skip_errors)
+    return Loader(dataset, num_workers, timeout_seconds=data.storage.timeout_seconds)
 
 
 def make_source(plan: Plan, data: ShardIndex, rank: int, progress: Progress) -> Source:
@@ -112,7 +113,8 @@ def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: 
     source, mixing = ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0)
     dataset = BatchDataset(source, mixing, classified(fields, data), ImageTransform(image_size, "center"),
                            data.storage.skip_errors)
-    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size),
+    loader = Loader(dataset, num_workers, timeout_seconds=data.storage.timeout_seconds)
+    return Validation(lambda: iter(loader), num_steps(data.num_samples, batch_size),
                       data.num_classes, data.classes)
 
 

@@ -203,6 +203,16 @@ def test_a_bug_and_a_silent_rank_end_all(folder: Path) -> None:
     assert status(job)["state"] == "failed" and "--timeout 3 s" in status(job)["reason"]
 
 
+def test_loader_workers_that_hang_are_told_in_time(folder: Path) -> None:
+    """One line names rank, workers and host; the rank that waits for this one in a collective has nothing to add."""
+    job = Job(folder / "hanging", 2, "exact")
+    result = disturbed(job, {"rank": 1, "at": "worker", "number": 1, "do": "sleep"}, "--timeout", 3).check(1)
+    (line,) = errors(result)
+    assert line.startswith(f"error: rank 1 ({os.uname().nodename}): no batch came within --timeout 3 s; loader worker ")
+    assert line.count("(pid ") == 2 and "Traceback" not in result.err.split("torch/distributed/")[0], result.err
+    assert status(job)["reason"] == line.removeprefix("error: ")
+
+
 def test_a_loss_that_is_no_number_stops_all_at_one_step(folder: Path) -> None:
     job = Job(folder / "infinite", 2, "exact")
     end(job.start("--max_steps", 2, "--optimizer", "sgd"), 200).check()
