@@ -20,6 +20,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import Json, read_json, write_atomic, writing
+from common.processes import age_seconds
 from common.relaunch import agent_name, find_folder, is_restart, remember_folder
 
 RUN_FILES = ("config.json", "status.json", "last.pt", "last.prev.pt")  # any of them: the folder holds a run
@@ -76,15 +77,31 @@ class RunFolder:
         if self.agent:
             self._status["agent"] = self.agent
         self._write_status()
+        self._drop_old_stop()
         return self.attempt
+
+    def _drop_old_stop(self) -> None:
+        """Take away a file `stop` from before this launch, which meant an earlier one. Later ones count.
+
+        They count also if they came while the run was starting, or before torchrun or Slurm started it again.
+        status.json, just written, tells the time of the file system, whose clock may be another machine's.
+        """
+        stop = self.path / "stop"
+        with suppress(OSError):
+            age = age_seconds(os.getppid() if self.agent else None)
+            if not self.restarted and stop.stat().st_mtime < (self.path / "status.json").stat().st_mtime - age:
+                stop.unlink()
+                print(f"{stop} was there before this run: taken away", flush=True)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Record how the run ended: stopped, complete or failed. A `stop` file that came too late is taken away.
 
-        Before `start_attempt` only an older run's status changes: a folder in which nothing began holds no run.
+        After a failure it stays: torchrun may start the run again, which is to stop then. Before `start_attempt`
+        only an older run's status changes: a folder in which nothing began holds no run.
         """
-        with suppress(OSError):
-            (self.path / "stop").unlink()
+        if state != "failed":
+            with suppress(OSError):
+                (self.path / "stop").unlink()
         status = self._status or read_json(self.path / "status.json")
         if not status:
             return

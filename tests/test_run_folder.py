@@ -15,6 +15,7 @@ import pytest
 from common import relaunch
 from common.errors import UserError
 from common.files import read_json, write_atomic
+from common.processes import age_seconds
 from common.relaunch import is_restart, launch_name
 from common.run_folder import RunFolder
 
@@ -305,3 +306,31 @@ def test_stop_file_that_comes_too_late_does_not_stop_the_next_start(tmp_path: Pa
     (tmp_path / "stop").touch()
     folder.finish("complete")
     assert not RunFolder(tmp_path).stop_requested()
+    (tmp_path / "stop").touch()
+    folder.finish("failed", "a rank was killed")  # torchrun may start it again
+    assert folder.stop_requested()
+
+
+def test_stop_file_from_before_the_launch_means_an_earlier_run(
+        tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(seconds_ago: float, **launch: object) -> bool:
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", (time.time() - seconds_ago,) * 2)
+        RunFolder(tmp_path, **launch).start_attempt(START)
+        return (tmp_path / "stop").exists()
+
+    monkeypatch.setattr("common.run_folder.age_seconds", lambda pid=None: 500.0 if pid == os.getppid() else 100.0)
+    assert left(50)  # it came while the run was starting
+    assert capsys.readouterr().out == ""
+    assert not left(200)
+    assert "stop was there before this run: taken away" in capsys.readouterr().out
+    assert left(200, restarted=True)  # asked for before torchrun or Slurm started it again, and not heard yet
+    assert left(200, agent="node1") and not left(600, agent="node1")  # torchrun was there before its ranks
+
+
+def test_age_of_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        time.sleep(0.3)
+        assert 0.2 < age_seconds(process.pid) < age_seconds()
+        process.communicate(b"\n")
+    assert age_seconds(process.pid) == 0.0
