@@ -27,6 +27,7 @@ from common.loader import Loader
 from common.mixing import Mix
 from common.nodes import check_shards
 from common.plan import Plan
+from common.relaunch import agent_name, is_restart
 from common.run_folder import RunFolder
 from common.sampling import Progress, num_steps
 from common.shards import ShardIndex
@@ -61,14 +62,17 @@ def check_apart(data: ShardIndex, val_data: ShardIndex | None) -> None:
 
 def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:
     """The folder of the run, and the checkpoint that it goes on from (None: from the start), the same on every rank."""
+    agents, counted = world.gather(agent_name(os.environ)), any(world.gather(is_restart(os.environ)))
+
     def find() -> tuple[RunFolder, Saved | None]:
-        folder = RunFolder.open(script, output, resume=resume != "none")
+        folder = RunFolder.open(script, output, resume=resume != "none", agents=agents, counted=counted)
         checkpoint.clean(folder.path)
         if resume == "auto" or folder.restarted:  # a restart goes on by itself
             found = checkpoint.newest(folder.path, set_aside=True)
             if found is not None or resume in ("none", "auto"):
                 if found is None:
-                    print(f"no checkpoint in {folder.path}: the run starts from the beginning", flush=True)
+                    hint = "" if output or folder.restarted else " (a new folder: --resume auto looks in --output)"
+                    print(f"no checkpoint in {folder.path}{hint}: the run starts from the beginning", flush=True)
                 return folder, found[1] if found else None
         return folder, None if resume == "none" else checkpoint.load_for_resume(Path(resume))
 

@@ -36,18 +36,23 @@ class RunFolder:
 
     @classmethod
     def open(cls, script: str, output: str | Path | None, resume: bool, *, env: Mapping[str, str] = os.environ,
-             command: Sequence[str] | None = None) -> RunFolder:
+             command: Sequence[str] | None = None, agents: Sequence[str] = (), counted: bool = False) -> RunFolder:
         """Make or find OUTPUT: `output`, or `runs/<script>/<date-time>` where it is None.
 
         `resume` is whether the user asked to go on; `command` (sys.argv) tells apart the runs of one Slurm job.
+        `agents` and `counted` are what the other ranks know of a restart: torchrun's agents, and whether one counts it.
         Raises UserError for a folder that holds a run and is not to be resumed, and for one that cannot be written.
         """
-        agent = agent_name(env)
+        agent, counted = agent_name(env), counted or is_restart(env)
+        agents, command = [agent, *agents], sys.argv if command is None else command
         if output is None:
-            path, restarted = _default_folder(Path("runs") / script, env, sys.argv if command is None else command)
+            before = find_folder(Path("runs") / script, env, command, agents, counted)
+            path, restarted = before or _new_folder(Path("runs") / script), before is not None
+            if not restarted:
+                remember_folder(path, env, command)
         else:
             path = Path(output)
-            restarted = is_restart(env) or bool(agent) and read_json(path / "status.json").get("agent") == agent
+            restarted = counted or read_json(path / "status.json").get("agent", "") in filter(None, agents)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()  # fails now rather than after the first epoch
@@ -162,15 +167,6 @@ def _last_attempt(path: Path) -> int:
             with suppress(ValueError, TypeError, KeyError):
                 return int(json.loads(line)["attempt"])
     return -1
-
-
-def _default_folder(parent: Path, env: Mapping[str, str], command: Sequence[str]) -> tuple[Path, bool]:
-    """The folder that this launch had before, and True; or a new one named after the date and time, and False."""
-    if before := find_folder(parent, env, command):
-        return before, True
-    path = _new_folder(parent)
-    remember_folder(path, env, command)
-    return path, False
 
 
 def _new_folder(parent: Path) -> Path:

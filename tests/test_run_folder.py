@@ -127,6 +127,11 @@ def test_nodes_that_join_restart_the_workers_without_a_count(agent) -> None:
     agent("node9")
     with pytest.raises(UserError, match="already holds a run"):
         RunFolder.open("train_ddp", folder.path, False, env=torchrun(0))
+    for known in ({"agents": ["node9", "node1"]}, {"counted": True}):  # rank 0's agent is new, another rank's is not
+        assert RunFolder.open("train_ddp", folder.path, False, env=torchrun(0), **known).restarted
+    joined = RunFolder.open("train_ddp", None, False, env=torchrun(0), command=("train.py",), agents=["node1"])
+    assert joined.restarted and joined.path == folder.path
+    assert not open_default(torchrun(0)).restarted
 
 
 def test_runs_of_one_requeued_job_are_told_apart_by_their_command() -> None:
