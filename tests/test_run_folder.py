@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from common import relaunch
+from common.assembly import open_run
+from common.distributed import World
 from common.errors import UserError
 from common.files import read_json, write_atomic
 from common.processes import age_seconds
@@ -291,6 +294,18 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     folder.finish("failed", "the disk is full")  # must not hide why
     with pytest.raises(UserError):
         folder.finish("complete")
+
+
+def test_auto_says_where_it_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    alone = World(0, 1, 0, torch.device("cpu"))
+    new, saved = open_run(alone, "train_single", None, "auto")
+    assert saved is None and capsys.readouterr().out == (
+        f"no checkpoint in {new.path} (a new folder: --resume auto looks in --output): "
+        "the run starts from the beginning\n")
+    open_run(alone, "train_single", str(tmp_path / "named"), "auto")
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path / 'named'}: the run starts from the beginning\n"
+    open_run(alone, "train_single", str(tmp_path / "other"), "none")
+    assert capsys.readouterr().out == ""
 
 
 # Stop
