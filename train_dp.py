@@ -87,10 +87,10 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
             module, config.optimizer, config.lr, config.betas, config.momentum, config.weight_decay)
         scaler = grad_scaler(world.device, amp_dtype(config.amp))
         recipe = Recipe(
-            lr=config.lr, schedule=config.schedule, warmup_steps=round(config.warmup_epochs * plan.steps_per_epoch),
-            total_steps=plan.total_steps(state.progress), label_smoothing=config.label_smoothing,
-            accum=config.accum, clip_grad=config.clip_grad, amp=amp_dtype(config.amp), memory_format=memory_format,
-            seed=plan.seed, num_replicas=len(devices))
+            lr=config.lr, schedule=config.schedule, warmup_epochs=config.warmup_epochs, num_epochs=plan.num_epochs,
+            steps_per_epoch=plan.steps_per_epoch, global_batch=plan.global_batch, accum=config.accum,
+            label_smoothing=config.label_smoothing, clip_grad=config.clip_grad, amp=amp_dtype(config.amp),
+            memory_format=memory_format, seed=plan.seed, num_replicas=len(devices))
         stepper = Stepper(model, optimizer, scaler, recipe, world, watch)
 
         # What it reads.

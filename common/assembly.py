@@ -27,6 +27,7 @@ from common.loader import Loader
 from common.mixing import Mix
 from common.nodes import check_shards
 from common.plan import Plan
+from common.relaunch import agent_name, is_restart
 from common.run_folder import RunFolder
 from common.sampling import Progress, num_steps
 from common.shards import ShardIndex
@@ -61,14 +62,17 @@ def check_apart(data: ShardIndex, val_data: ShardIndex | None) -> None:
 
 def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:
     """The folder of the run, and the checkpoint that it goes on from (None: from the start), the same on every rank."""
+    agents, counted = world.gather(agent_name(os.environ)), any(world.gather(is_restart(os.environ)))
+
     def find() -> tuple[RunFolder, Saved | None]:
-        folder = RunFolder.open(script, output, resume=resume != "none")
+        folder = RunFolder.open(script, output, resume=resume != "none", agents=agents, counted=counted)
         checkpoint.clean(folder.path)
         if resume == "auto" or folder.restarted:  # a restart goes on by itself
             found = checkpoint.newest(folder.path, set_aside=True)
             if found is not None or resume in ("none", "auto"):
                 if found is None:
-                    print(f"no checkpoint in {folder.path}: the run starts from the beginning", flush=True)
+                    hint = "" if output or folder.restarted else " (a new folder: --resume auto looks in --output)"
+                    print(f"no checkpoint in {folder.path}{hint}: the run starts from the beginning", flush=True)
                 return folder, found[1] if found else None
         return folder, None if resume == "none" else checkpoint.load_for_resume(Path(resume))
 
@@ -90,7 +94,8 @@ def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fi
         known, transform = dummy.FIELDS, Noise(transform.size)
     mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
     source = make_source(plan, data, rank, progress)
-    return Loader(BatchDataset(source, mixing, known, transform, skip_errors), num_workers)
+    dataset = BatchDataset(source, mixing, known, transform, skip_errors)
+    return Loader(dataset, num_workers, timeout_seconds=data.storage.timeout_seconds)
 
 
 def make_source(plan: Plan, data: ShardIndex, rank: int, progress: Progress) -> Source:
@@ -112,7 +117,8 @@ def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: 
     source, mixing = ExactSource(data, epochs, whole_batches=True), Mix("none", batch_size, max(num_workers, 1), 0)
     dataset = BatchDataset(source, mixing, classified(fields, data), ImageTransform(image_size, "center"),
                            data.storage.skip_errors)
-    return Validation(lambda: iter(Loader(dataset, num_workers)), num_steps(data.num_samples, batch_size),
+    loader = Loader(dataset, num_workers, timeout_seconds=data.storage.timeout_seconds)
+    return Validation(lambda: iter(loader), num_steps(data.num_samples, batch_size),
                       data.num_classes, data.classes)
 
 

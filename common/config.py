@@ -100,7 +100,7 @@ class TrainConfig:
     predictions: str | None = flag(
         None, "file for --evaluate to write a JSON line per image to: shard, count, key, label, predicted, probability")
     profile: bool = flag(False, "profile five steps; OUTPUT/profile gets a trace file per rank, for Perfetto")
-    timeout: float = flag(600.0, "seconds that ranks wait for each other")
+    timeout: float = flag(600.0, "seconds that ranks wait for each other, and for a batch")
 
     @classmethod
     def from_command_line(cls, doc: str | None, arguments: Sequence[str] | None = None, **defaults: Any) -> TrainConfig:

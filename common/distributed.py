@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.failure import RankError, SharedError, explain, leave_store_open, own_error
+from common.failure import RankError, SharedError, explain, leave, own_error
 from common.launch_env import Launch, tasks_without_srun
 from common.rendezvous import meet
 from common.stop import StopSignals
@@ -37,7 +36,6 @@ class World:
     local_rank: int
     device: torch.device
     timeout_seconds: float = 600.0
-    token: str = ""  # names this meeting of the ranks
     patient: Any = None  # the ranks as a group without a timeout
 
     @property
@@ -105,7 +103,7 @@ class World:
         """What to raise in place of an error, so that one rank alone tells it. Nothing new where this rank is alone."""
         if self.size == 1:
             return error
-        return explain(error, rank=self.rank, timeout_seconds=self.timeout_seconds, token=self.token)
+        return explain(error, rank=self.rank, timeout_seconds=self.timeout_seconds)
 
     def own_error(self, error: Exception) -> Exception:
         """An error that the other ranks do not have: it names this one."""
@@ -144,15 +142,15 @@ def process_group(devices: list[torch.device], timeout_seconds: float,
     with stop.impatient(STOP_SECONDS) if stop else nullcontext():
         _init(world, launch)
     try:
-        world = replace(world, token=world.broadcast(secrets.token_hex(4)),
-                        patient=dist.new_group(backend="gloo", timeout=timedelta(days=30)) if world.size > 1 else None)
+        if world.size > 1:
+            world = replace(world, patient=dist.new_group(backend="gloo", timeout=timedelta(days=30)))
         share_cores(world.gather(own_seat()), world.rank)
         yield world
         world.barrier()  # rank 0 keeps the store: it must not leave first
     except BaseException as error:
         explained = world.explain(error)
         object.__setattr__(world, "patient", None)  # the last reference: its connections close now, for others to see
-        leave_store_open(world.rank, world.size, world.token)
+        leave(world.rank, world.size)
         if explained is error:
             raise
         raise explained from error

@@ -1,7 +1,9 @@
 """Who tells what went wrong, where several ranks fail together: one rank says it in one line, and all leave.
 
     except Exception as error:
-        raise explain(error, rank=1, timeout_seconds=600, token=token) from error
+        raise explain(error, rank=1, timeout_seconds=600) from error
+
+The first rank that fails leaves its words in the store where the ranks have met (`common.rendezvous`).
 """
 
 from __future__ import annotations
@@ -33,26 +35,30 @@ class RankError(UserError):
         self.told = told
 
 
-def explain(error: BaseException, *, rank: int, timeout_seconds: float, token: str) -> BaseException:
+def explain(error: BaseException, *, rank: int, timeout_seconds: float) -> BaseException:
     """The error to raise in its place: of all ranks, one is to tell it. A bug stays what it is, with its traceback.
 
-    `token` names this meeting of the ranks in their store, which may outlive it. May be called again on its result.
+    Every rank that fails calls it, again on its result if it likes, and `leave` at last.
     """
-    if isinstance(error, RankError | SharedError) or not isinstance(error, Exception):
+    if isinstance(error, RankError) or not isinstance(error, Exception):
         return error
     host = os.uname().nodename
+    if isinstance(error, SharedError):
+        if rank == 0:
+            _tell(str(error), rank)  # for a rank that learns of it by losing this one
+        return error
     if isinstance(error, UserError):
-        first, _ = _tell(str(error), token, rank)
+        first, _ = _tell(str(error), rank)
         return RankError(str(error), told=not first)
     if not _is_lost_peer(error):
-        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", token, rank)
+        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", rank)
         return error
     reason = _first_words(str(error)) or type(error).__name__
     timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
     hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
     message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
                "look at the launcher's report (a killed process leaves no words)")
-    first, told = _tell(message, token, rank)
+    first, told = _tell(message, rank)
     return RankError(told or message, told=not first)
 
 
@@ -69,15 +75,18 @@ def own_error(error: Exception, rank: int, size: int) -> Exception:
     return UserError(f"rank {rank} ({os.uname().nodename}): {error}")
 
 
-def leave_store_open(rank: int, size: int, token: str) -> None:
-    """Where rank 0 keeps the store and fails: close the connections, so that the others notice, and let them read."""
-    if rank or size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+def leave(rank: int, size: int) -> None:
+    """After `explain`, once: close the connections, so that the others notice. The store stays for them to read."""
+    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
+        if rank:
+            store.add("left", 1)
+            return
         threading.Thread(target=dist.destroy_process_group, daemon=True).start()  # it may wait for what never comes
         deadline = time.monotonic() + HEAR_SECONDS
-        while store.add(f"failed/{token}", 0) < size and time.monotonic() < deadline:
+        while store.add("left", 0) < size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
@@ -88,16 +97,22 @@ def _is_lost_peer(error: Exception) -> bool:
     return any(word in str(error).lower() for word in words)
 
 
-def _tell(message: str, token: str, rank: int) -> tuple[bool, str]:
+def _tell(message: str, rank: int) -> tuple[bool, str]:
     """Whether this rank is the first that fails, by the ranks' store; and else what the first one says."""
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=HEAR_SECONDS))
-        if store.add(f"failed/{token}", 1) == 1:
-            store.set(f"why/{token}", message)
+        store = _store()
+        if store.add("failed", 1) == 1:
+            store.set("why", message)
             return True, ""
     except Exception:  # whatever it is: the store is gone, with rank 0 or with a launcher, killed without a word
         return rank == 1, ""
     with suppress(Exception):
-        return False, store.get(f"why/{token}").decode()
+        return False, store.get("why").decode()
     return False, ""
+
+
+def _store() -> dist.Store:
+    """Where the ranks have met: of this meeting alone."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=HEAR_SECONDS))
+    return store

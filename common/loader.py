@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import signal
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,14 +30,20 @@ from common.processes import die_with_parent
 from common.sampling import Step
 from common.stop import SIGNALS
 
+CHECK_SECONDS = 5.0  # at which a wait for the workers looks at them
 PREFETCH = 2  # pieces that each worker has ready ahead of time
 
 
 class Loader:
-    """Iterate once. `start_method` is fork, spawn or forkserver; None takes Python's own."""
+    """Iterate once. `start_method` is fork, spawn or forkserver; None takes Python's own.
 
-    def __init__(self, dataset: BatchDataset, num_workers: int, start_method: str | None = None):
+    A batch that takes the workers longer than `timeout_seconds` (0: no limit) ends the run.
+    """
+
+    def __init__(self, dataset: BatchDataset, num_workers: int, start_method: str | None = None,
+                 timeout_seconds: float = 0.0):
         self.dataset, self.num_workers, self.start_method = dataset, num_workers, start_method
+        self.timeout_seconds = timeout_seconds
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """This rank's batch of each step that is left of the run. Raises UserError with what a worker found."""
@@ -65,7 +73,10 @@ class Loader:
         return source.steps()
 
     def made(self) -> Generator[Made, None, None]:
-        """What the workers make, in the order of the steps (`queue`: as it gets ready). UserError where one dies."""
+        """What the workers make, in the order of the steps (`queue`: as it gets ready).
+
+        Raises UserError where a worker dies or hangs.
+        """
         if not self.num_workers:
             yield from self.dataset
             return
@@ -74,12 +85,13 @@ class Loader:
             worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
             generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
             in_order=self.dataset.mixing.kind != "queue",
+            timeout=_patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
         )
         with _deaf():  # as the workers are from their birth
             made = iter(loader)
         deaths = _Deaths.listen()
         try:
-            while (piece := deaths.awaited(made)) is not None:
+            while (piece := _awaited(made, deaths, self.timeout_seconds)) is not None:
                 yield piece
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -89,6 +101,31 @@ class Loader:
         finally:
             deaths.close()
             _end_workers(made)
+
+
+def _patience(timeout_seconds: float) -> float:
+    """How long a batch is waited for: less than the other ranks wait for this one, so that it can say why."""
+    return max(timeout_seconds - 1, 0.9 * timeout_seconds)
+
+
+def _awaited(made: Any, deaths: _Deaths, timeout_seconds: float) -> Made | None:
+    """The next piece; None at the end. Raises UserError that names the workers which hang."""
+    deadline = time.monotonic() + _patience(timeout_seconds) - 0.01
+    while True:
+        try:
+            return deaths.awaited(made)
+        except RuntimeError as error:  # torch's own timeout, a part of this one: it looks for dead workers
+            if "DataLoader timed out" not in str(error):
+                raise
+        if time.monotonic() >= deadline:
+            break
+    hanging = sorted({task[0] for task in made._task_info.values() if len(task) == 1})  # the others are ahead
+    names = ", ".join(f"{worker} (pid {made._workers[worker].pid})" for worker in hanging)
+    for worker in made._workers:
+        worker.kill()  # torch would wait for each of them before the other ranks are told
+    raise UserError(f"no batch came within --timeout {timeout_seconds:g} s; loader worker {names} on "
+                    f"{os.uname().nodename}; see whether the shards' file system answers there (ls), "
+                    "then --resume auto; raise --timeout if reading takes that long")
 
 
 def _end_workers(made: Any) -> None:

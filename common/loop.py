@@ -190,7 +190,7 @@ def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
         run.state.loss.update(loss / num_samples, num_samples)
         run.state.top1.update(100 * correct / num_samples, num_samples)
     run.records.report.train(epoch=step.epoch, step=step.global_step + 1, loss=run.state.loss, top1=run.state.top1,
-                     lr=run.stepper.recipe.lr_at(step.global_step), num_images=num_samples, wait_seconds=wait_seconds)
+                     lr=run.stepper.recipe.lr_at(step), num_images=num_samples, wait_seconds=wait_seconds)
     return stop
 
 

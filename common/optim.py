@@ -1,6 +1,6 @@
 """The optimiser by name, the learning rate as a function of the step, and mixed precision.
 
-The rate depends on the step's number alone, so a resumed run needs no scheduler to be restored.
+The rate depends on the step's place in the run alone, so a resumed run needs no scheduler to be restored.
 
     optimizer = build_optimizer(module, "adamw", lr=1e-3, weight_decay=0.05)
     set_lr(optimizer, learning_rate(step, base=1e-3, schedule="cosine", warmup_steps=100, total_steps=1000))
@@ -57,8 +57,8 @@ def _check(lr: float, betas: Sequence[float], momentum: float, weight_decay: flo
         raise UserError(f"weight decay must be 0 or more, and finite; --weight_decay {weight_decay}; use 0 for none")
 
 
-def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The rate of optimiser step `step`, counted from 0 since the start of the run.
+def learning_rate(step: float, *, base: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """The rate of optimiser step `step`, counted from 0 since the start of the run; a place between two steps will do.
 
     It climbs in a line to `base` over `warmup_steps`, then stays (constant) or falls along half a cosine that
     would reach 0 at `total_steps` (cosine). Every rank computes the same; it reads no state.
@@ -66,7 +66,7 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, t
     if schedule not in ("constant", "cosine"):
         raise UserError(f"no such schedule; --schedule {schedule}; use constant or cosine")
     if step < warmup_steps:
-        return base * (step + 1) / warmup_steps
+        return base * min(step + 1, warmup_steps) / warmup_steps
     if schedule == "constant":
         return base
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import TypeVar
 
 from common.errors import UserError
@@ -22,6 +24,15 @@ Result = TypeVar("Result")
 def available_cpus() -> int:
     """The cores this process may use, which Slurm and containers make fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def age_seconds(pid: int | None = None) -> float:
+    """Seconds since a process (None: this one) started; 0 where /proc does not tell."""
+    try:
+        ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError, AttributeError):
+        return 0.0
 
 
 def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], num_workers: int) -> Iterator[Result]:

@@ -3,7 +3,7 @@
 An explicit --output names the folder itself. The default name holds the time, so each launch leaves
 `runs/<script>/.launch-<name>`, from which the next start of the same launch finds the folder.
 
-    folder = find_folder(Path("runs/train_ddp"), os.environ, sys.argv)      # None: nothing to go on with
+    folder = find_folder(Path("runs/train_ddp"), os.environ, sys.argv, [agent])      # None: nothing to go on with
 """
 
 from __future__ import annotations
@@ -59,17 +59,19 @@ def launch_name(env: Env, command: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))[:80] + "-" + digest
 
 
-def find_folder(parent: Path, env: Env, command: Sequence[str]) -> Path | None:
+def find_folder(parent: Path, env: Env, command: Sequence[str], agents: Sequence[str] = ("",),
+                counted: bool = False) -> Path | None:
     """The folder in `parent` that this launch had before.
 
-    The registry maps agents to folders, the latest last. An agent that is in it goes on with its own folder; another
-    one takes the latest if the launcher counts a restart (rank 0 has moved, or Slurm has requeued the job).
+    The registry maps agents to folders, the latest last. If one of `agents`, those of all ranks, is in it, the run goes
+    on with its folder; others take the latest if a launcher has `counted` a restart (the agent of rank 0 is lost, or
+    Slurm has requeued the job).
     """
     folders = _folders(parent, env, command)
-    agent = agent_name(env)
-    if agent in folders and (agent or is_restart(env)):
-        return parent / str(folders[agent])
-    if folders and is_restart(env):
+    for agent in agents:
+        if agent in folders and (agent or counted):
+            return parent / str(folders[agent])
+    if folders and counted:
         return parent / str(list(folders.values())[-1])
     return None
 

@@ -2,6 +2,15 @@
 
     store = meet(launch, timeout_seconds=600)
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.size)
+
+torchrun's store may outlive many meetings, and its nodes do not agree on how many there were (each counts the failures
+of its own ranks). So a rank takes a number that nobody had before, and rank 0 answers each number with the name of this
+meeting, which is rank 0's own number: what an earlier meeting left behind is never taken for this one's.
+
+Elastic jobs (`torchrun --nnodes=1:2 --max_restarts=N`) go on without a node that is lost, which takes one restart of
+each node that is left. For a node to come back, start every torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: the
+store that it shares otherwise is announced only once, and who comes later waits for its address in vain. The node
+that serves --rdzv_endpoint must live on.
 """
 
 from __future__ import annotations
@@ -28,17 +37,55 @@ def meet(launch: Launch, timeout_seconds: float) -> dist.Store:
     """
     _check_addresses(launch)
     deadline = time.monotonic() + timeout_seconds
-    store = _open_store(launch, timeout_seconds)
+    hall, store, welcome = _open_store(launch, timeout_seconds), None, None
     try:
+        if not _from_agent():
+            store = hall
+        else:
+            number = hall.add("meetings/ranks", 1)
+            welcome = _Welcome(hall, number) if launch.rank == 0 else None
+            name = str(number) if welcome else _answer(hall, number, launch, deadline, timeout_seconds)
+            store = dist.PrefixStore(f"meeting{name}", hall)
         store.set(f"came/{launch.rank}", f"{launch.size} on {_host()}")
         for rank in range(launch.size):
-            _await(store, launch, rank, deadline, timeout_seconds)
+            _await(store, launch, rank, deadline, timeout_seconds, welcome)
     except UserError as error:
+        if store is None:
+            raise
         raise RankError(str(error), told=store.add("errors", 1) > 1) from None
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:120]
         raise RankError(f"rank 0 has left ({reason}); {_place(launch)}; see its error", told=True) from None
     return store
+
+
+class _Welcome:
+    """Rank 0's answers to the numbers of all ranks, those of earlier meetings too: nobody waits for them any more."""
+
+    def __init__(self, hall: dist.Store, number: int):
+        self.hall, self.name, self.answered = hall, str(number), 0
+
+    def __call__(self) -> None:
+        """Answer those who have come since."""
+        newest = self.hall.add("meetings/ranks", 0)
+        for number in range(self.answered + 1, newest + 1):
+            self.hall.set(f"meetings/{number}", self.name)
+        self.answered = newest
+
+
+def _answer(hall: dist.Store, number: int, launch: Launch, deadline: float, timeout_seconds: float) -> str:
+    """The name of the meeting, from rank 0."""
+    while not hall.check([f"meetings/{number}"]):
+        if time.monotonic() >= deadline:
+            raise UserError(f"rank 0 did not come within --timeout {timeout_seconds:g} s; {_place(launch)}, "
+                            f"rank {launch.rank} of {launch.size}; check that every node was started")
+        time.sleep(POLL_SECONDS)
+    return hall.get(f"meetings/{number}").decode()
+
+
+def _from_agent() -> bool:
+    """Whether torchrun serves the store. It lives as long as torchrun does; that of rank 0 is of one meeting alone."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _host() -> str:
@@ -50,15 +97,12 @@ def _place(launch: Launch) -> str:
 
 
 def _open_store(launch: Launch, timeout_seconds: float) -> dist.Store:
-    """Rank 0 serves it, or torchrun, whose store outlives the attempts and so has a part for each of them."""
-    from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Rank 0 serves it, or torchrun."""
     try:
-        store = dist.TCPStore(launch.master_addr, launch.master_port, is_master=launch.rank == 0 and not from_agent,
-                              timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
+        return dist.TCPStore(launch.master_addr, launch.master_port, is_master=launch.rank == 0 and not _from_agent(),
+                             timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise _refused(error, launch, timeout_seconds) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt{attempt}", store) if from_agent else store
 
 
 def _refused(error: Exception, launch: Launch, timeout_seconds: float) -> UserError:
@@ -72,9 +116,12 @@ def _refused(error: Exception, launch: Launch, timeout_seconds: float) -> UserEr
                      "check that rank 0 was started and that the address is its node's")
 
 
-def _await(store: dist.Store, launch: Launch, rank: int, deadline: float, timeout_seconds: float) -> None:
+def _await(store: dist.Store, launch: Launch, rank: int, deadline: float, timeout_seconds: float,
+           welcome: _Welcome | None) -> None:
     """Until a rank has come, and thinks of the world as this one does."""
     while not store.check([f"came/{rank}"]):
+        if welcome:
+            welcome()
         if time.monotonic() >= deadline:
             missing = [str(other) for other in range(launch.size) if not store.check([f"came/{other}"])]
             shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
@@ -110,7 +157,7 @@ def _check_addresses(launch: Launch) -> None:
 
 def _agent_is_here(launch: Launch) -> bool:
     """Whether torchrun, which was there before its ranks, serves the store at an address of this machine."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _from_agent():
         return False
     try:
         socket.create_connection((launch.master_addr, launch.master_port), timeout=3).close()

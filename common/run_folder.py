@@ -20,6 +20,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import Json, read_json, write_atomic, writing
+from common.processes import age_seconds
 from common.relaunch import agent_name, find_folder, is_restart, remember_folder
 
 RUN_FILES = ("config.json", "status.json", "last.pt", "last.prev.pt")  # any of them: the folder holds a run
@@ -35,18 +36,23 @@ class RunFolder:
 
     @classmethod
     def open(cls, script: str, output: str | Path | None, resume: bool, *, env: Mapping[str, str] = os.environ,
-             command: Sequence[str] | None = None) -> RunFolder:
+             command: Sequence[str] | None = None, agents: Sequence[str] = (), counted: bool = False) -> RunFolder:
         """Make or find OUTPUT: `output`, or `runs/<script>/<date-time>` where it is None.
 
         `resume` is whether the user asked to go on; `command` (sys.argv) tells apart the runs of one Slurm job.
+        `agents` and `counted` are what the other ranks know of a restart: torchrun's agents, and whether one counts it.
         Raises UserError for a folder that holds a run and is not to be resumed, and for one that cannot be written.
         """
-        agent = agent_name(env)
+        agent, counted = agent_name(env), counted or is_restart(env)
+        agents, command = [agent, *agents], sys.argv if command is None else command
         if output is None:
-            path, restarted = _default_folder(Path("runs") / script, env, sys.argv if command is None else command)
+            before = find_folder(Path("runs") / script, env, command, agents, counted)
+            path, restarted = before or _new_folder(Path("runs") / script), before is not None
+            if not restarted:
+                remember_folder(path, env, command)
         else:
             path = Path(output)
-            restarted = is_restart(env) or bool(agent) and read_json(path / "status.json").get("agent") == agent
+            restarted = counted or read_json(path / "status.json").get("agent", "") in filter(None, agents)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()  # fails now rather than after the first epoch
@@ -76,15 +82,31 @@ class RunFolder:
         if self.agent:
             self._status["agent"] = self.agent
         self._write_status()
+        self._drop_old_stop()
         return self.attempt
+
+    def _drop_old_stop(self) -> None:
+        """Take away a file `stop` from before this launch, which meant an earlier one. Later ones count.
+
+        They count also if they came while the run was starting, or before torchrun or Slurm started it again.
+        status.json, just written, tells the time of the file system, whose clock may be another machine's.
+        """
+        stop = self.path / "stop"
+        with suppress(OSError):
+            age = age_seconds(os.getppid() if self.agent else None)
+            if not self.restarted and stop.stat().st_mtime < (self.path / "status.json").stat().st_mtime - age:
+                stop.unlink()
+                print(f"{stop} was there before this run: taken away", flush=True)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Record how the run ended: stopped, complete or failed. A `stop` file that came too late is taken away.
 
-        Before `start_attempt` only an older run's status changes: a folder in which nothing began holds no run.
+        After a failure it stays: torchrun may start the run again, which is to stop then. Before `start_attempt`
+        only an older run's status changes: a folder in which nothing began holds no run.
         """
-        with suppress(OSError):
-            (self.path / "stop").unlink()
+        if state != "failed":
+            with suppress(OSError):
+                (self.path / "stop").unlink()
         status = self._status or read_json(self.path / "status.json")
         if not status:
             return
@@ -145,15 +167,6 @@ def _last_attempt(path: Path) -> int:
             with suppress(ValueError, TypeError, KeyError):
                 return int(json.loads(line)["attempt"])
     return -1
-
-
-def _default_folder(parent: Path, env: Mapping[str, str], command: Sequence[str]) -> tuple[Path, bool]:
-    """The folder that this launch had before, and True; or a new one named after the date and time, and False."""
-    if before := find_folder(parent, env, command):
-        return before, True
-    path = _new_folder(parent)
-    remember_folder(path, env, command)
-    return path, False
 
 
 def _new_folder(parent: Path) -> Path:

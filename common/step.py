@@ -21,7 +21,7 @@ from common.data_parallel import padded_size
 from common.distributed import World
 from common.metrics import correct_counts
 from common.optim import autocast, learning_rate, set_lr
-from common.sampling import STEP, deal, mix
+from common.sampling import STEP, Step, deal, mix
 from common.watch import Watch
 
 
@@ -31,8 +31,10 @@ class Recipe:
 
     lr: float
     schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1
+    warmup_epochs: float = 0.0
+    num_epochs: int = 1
+    steps_per_epoch: int = 1
+    global_batch: int = 1
     label_smoothing: float = 0.0
     accum: int = 1
     clip_grad: float = 0.0
@@ -41,10 +43,15 @@ class Recipe:
     seed: int = 0
     num_replicas: int = 1
 
-    def lr_at(self, global_step: int) -> float:
-        """The learning rate of a step, a pure function of it."""
-        return learning_rate(global_step, base=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps,
-                             total_steps=self.total_steps)
+    def lr_at(self, step: Step) -> float:
+        """The learning rate of a step, by the samples of the run that lie before it.
+
+        So a run that goes on with another global batch goes on along the same curve: no jump, no second warm-up.
+        """
+        place = step.epoch * self.steps_per_epoch + step.start / self.global_batch  # global_step, if nothing changed
+        return learning_rate(place, base=self.lr, schedule=self.schedule,
+                             warmup_steps=round(self.warmup_epochs * self.steps_per_epoch),
+                             total_steps=self.num_epochs * self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Stepper:
         """One step on this rank's part of a global batch. Every rank calls it, also with no samples."""
         recipe, step = self.recipe, batch.step
         torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.world.rank))  # dropout and the like
-        set_lr(self.optimizer, recipe.lr_at(step.global_step))
+        set_lr(self.optimizer, recipe.lr_at(step))
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.world.device)

@@ -30,13 +30,20 @@ train_until_complete() { # COMMAND...: run it; a run that was stopped goes on wh
     local warned='' cancelled='' started=$output/logs/started pid state code=0
     rm -f "$output/stop"
     touch "$started"
-    # No rank gets Slurm's warning itself: a file does reach all of them, on every node.
-    trap 'warned=1; touch "$output/stop"' USR1
+    trap 'warned=1' USR1
     trap 'cancelled=1' TERM
     "$@" &
     pid=$!
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || :; done # a trap ends `wait` early
+    while kill -0 "$pid" 2>/dev/null; do
+        if [[ -z $warned ]]; then
+            wait "$pid" || : # a trap ends it early
+        else # No rank gets Slurm's warning itself: a file does reach all of them, on every node.
+            touch "$output/stop" # again and again: a run that is just starting takes it for an older one, once
+            sleep 1
+        fi
+    done
     wait "$pid" || code=$?
+    rm -f "$output/stop"
 
     if [[ ! $output/status.json -nt $started ]]; then
         say "the run did not begin (exit $code)"

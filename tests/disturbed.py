@@ -3,8 +3,9 @@
     DISTURB='{"rank": 1, "at": "step", "number": 3, "do": "TERM"}' torchrun ... tests/disturbed.py train_ddp.py FLAGS
 
 Places: start (before the imports), batch (a batch is waited for), step (its gradients are there), validation, save
-(rank 0's). `number` counts visits from 0. Deeds: TERM, INT, USR1, KILL (a signal to itself), bug (an exception),
-sleep (10 s). Every save prints a line. A restart by torchrun is not disturbed again.
+(rank 0's), worker (each of the rank's loader workers makes a batch). `number` counts visits from 0. Deeds: TERM, INT,
+USR1, KILL (a signal to itself), bug (an exception), sleep (10 s). Every save prints a line. A restart by torchrun is
+not disturbed again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
 
 def disturb(visit: Callable[[str], None]) -> None:
     """Put `visit` into the places."""
-    from common import checkpoint, evaluation, loop, step
+    from common import checkpoint, dataset, evaluation, loop, step
 
     def before(function: Callable[..., Any], place: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -69,6 +70,7 @@ def disturb(visit: Callable[[str], None]) -> None:
 
     save, checkpoint.save = checkpoint.save, saving
     loop._timed = before(loop._timed, "batch")
+    dataset.BatchDataset._fill = before(dataset.BatchDataset._fill, "worker")  # type: ignore[method-assign]
     step.Stepper._update = before(step.Stepper._update, "step")  # type: ignore[method-assign]
     evaluation._sums = before(evaluation._sums, "validation")
 

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--arch", "tiny", "--image_size", "32", "--device", "cpu")
+DUMP_SECONDS = 3.0  # for the stacks of all processes of a test that hangs
 
 
 @functools.lru_cache(maxsize=512)
@@ -80,24 +83,53 @@ def command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
 
 
 def start(line: list[str], cwd: Path = ROOT, **env: str) -> subprocess.Popen:
-    """Start a command in a session of its own, so that `end` reaches whatever it has started."""
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **os.environ, **env}
+    """Start a command in a session of its own; its Python processes show their stacks when `end` has to abort them."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **os.environ, **env}
     return subprocess.Popen(line, cwd=cwd, env=environment, start_new_session=True, text=True,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def end(process: subprocess.Popen, seconds: float = 120) -> Result:
-    """Wait, and on a timeout kill the whole group and fail with what every rank has printed."""
+    """Wait, and on a timeout abort all of it and fail with what every rank has printed, and with all stacks."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        for child in descendants(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        out, err = process.communicate(timeout=10)
-        printed = f"--- stdout\n{out[-6000:]}\n--- stderr\n{err[-6000:]}"
+        pids = descendants(process.pid)
+        threading.Thread(target=abort, args=(pids,)).start()  # the dumps may be more than a pipe holds: read meanwhile
+        out, err = process.communicate(timeout=DUMP_SECONDS + 20)
+        printed = f"--- stdout\n{out[-6000:]}\n--- stderr, with the stacks of {len(pids)} processes\n{err[-60000:]}"
         raise AssertionError(f"still running after {seconds} s\n{printed}") from None
     return Result(process.returncode, out, err)
+
+
+def abort(pids: list[int]) -> None:
+    """Have each process print its stacks and end, children before parents; kill what has not within `DUMP_SECONDS`.
+
+    All are frozen first: a parent would act on the end of its child, and take the others with it.
+    """
+    deadline = time.monotonic() + DUMP_SECONDS
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
+    for pid in reversed(pids):
+        send(pid, signal.SIGABRT)
+        send(pid, signal.SIGCONT)
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended yet, waited for by its parent or not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def descendants(pid: int) -> list[int]:

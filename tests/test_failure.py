@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.failure import RankError, SharedError, explain, own_error
-from tests.helpers import ROOT
+from common.failure import RankError, SharedError, explain, leave, own_error
+from common.launch_env import Launch
+from common.rendezvous import meet
+from tests.helpers import end, start
 
 RANK = """
 import os, sys, time
@@ -32,14 +35,17 @@ def fail(how):
 def main():
     rank, how, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     with process_group([torch.device("cpu")], 60) as world:
-        if where == "on main":
-            world.on_main(lambda: fail(how))
-        if where == "alone" and world.rank == rank:
-            fail(how)
-        if where != "at the end":
-            world.sum([1.0])
-        elif world.rank == rank:
-            fail(how)
+        try:
+            if where == "on main":
+                world.on_main(lambda: fail(how))
+            if where == "alone" and world.rank == rank:
+                fail(how)
+            if where != "at the end":
+                world.sum([1.0])
+            elif world.rank == rank:
+                fail(how)
+        except Exception as error:  # as `keep_records` does
+            raise world.explain(error)
 
 run_script(main)
 """
@@ -49,42 +55,73 @@ CASES = {  # rank, how, where -> whose line is expected, if any
     (1, "user", "at the end"): "error: what; where; what to do",
     (0, "user", "on main"): "error: what; where; what to do",
     (0, "bug", "on main"): None,
+    (0, "bug", "alone"): None,
+    (1, "bug", "alone"): None,
     (0, "killed", "on main"): "error: rank 1 lost another rank in a collective, the connection is closed",
     (1, "killed", "alone"): "error: rank 0 lost another rank in a collective, the connection is closed",
 }
 
 
 @pytest.mark.slow
-def test_one_rank_tells_and_all_leave() -> None:
-    """All cases at once, two ranks each."""
+@pytest.mark.parametrize("served_by", ["rank 0", "torchrun"])
+def test_one_rank_tells_and_all_leave(served_by: str) -> None:
+    """All cases at once, two ranks each; the store is rank 0's, or one that lives on, with an older meeting's words."""
     started: dict[tuple, list[subprocess.Popen]] = {}
+    stores = {case: old_store() for case in CASES} if served_by == "torchrun" else {}
     try:
         for case in CASES:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]),
-                       "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-            started[case] = [subprocess.Popen([sys.executable, "-c", RANK, *map(str, case)], cwd=ROOT, text=True,
-                                              env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[case].port if stores else free_port()),
+                   "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": str(bool(stores))}
+            started[case] = [start([sys.executable, "-c", RANK, *map(str, case)], RANK=str(rank), LOCAL_RANK=str(rank),
+                                   **env) for rank in (0, 1)]
         for case, ranks in started.items():
-            errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+            results = [end(rank, 150) for rank in ranks]
+            errors = [result.err for result in results]
             lines = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
             expected = CASES[case]
             assert len(lines) == (expected is not None), (case, errors)
             assert not lines or lines[0].startswith(str(expected)), (case, lines)
-            assert [rank.returncode for rank in ranks] == [
+            assert [result.code for result in results] == [
                 -signal.SIGKILL if case[:2] == (number, "killed") else 1 for number in (0, 1)], (case, errors)
-            assert ("ValueError: a bug" in "".join(errors)) == (case[1] == "bug"), (case, errors)
+            assert "".join(errors).count("ValueError: a bug") == (case[1] == "bug"), (case, errors)
     finally:
         for rank in (rank for ranks in started.values() for rank in ranks):
             rank.kill()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def old_store() -> dist.TCPStore:
+    """A store as torchrun serves it, in which two ranks have met before, and failed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launches = [Launch(rank, 2, rank, "127.0.0.1", store.port, "torchrun", local_size=2) for rank in (0, 1)]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        for met in threads.map(lambda launch: meet(launch, 20), launches):
+            met.add("failed", 1)
+    return store
+
+
+def test_a_shared_error_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 keeps the store for the others to read from; those that have left need it no more."""
+    store, slept = dist.HashStore(), []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("common.failure.time.sleep", slept.append)
+    for rank in (2, 1, 0):
+        assert isinstance(explain(SharedError("on all"), rank=rank, timeout_seconds=7), SharedError)
+        leave(rank, 3)
+    assert not slept and store.get("why") == b"on all"
+
+
 def test_what_an_error_becomes() -> None:
     """Without a store nobody can be asked: rank 1 speaks, since rank 0 took the store with it."""
     def explained(error: BaseException, rank: int) -> BaseException:
-        return explain(error, rank=rank, timeout_seconds=7, token="x")
+        return explain(error, rank=rank, timeout_seconds=7)
 
     for rank in (0, 1, 2):
         lost = explained(RuntimeError("[/src/gloo/tcp/pair.cc:545] Timed out waiting 7000ms for recv. More."), rank)

@@ -10,6 +10,8 @@ from torch import nn
 
 from common.errors import UserError
 from common.optim import amp_dtype, autocast, build_optimizer, grad_scaler, learning_rate, set_lr
+from common.sampling import Progress, num_steps, steps
+from common.step import Recipe
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -163,3 +165,38 @@ def test_the_scaler_leaves_out_a_step_that_overflowed() -> None:
     scaler.update()
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert scaler.get_scale() < 2**16
+
+
+SAMPLES, EPOCHS = 57, 6
+
+
+def curve(global_batch: int, progress: Progress | None = None) -> list[tuple[float, float]]:
+    """(epochs done, rate) of every step that is left of a run, as a run with this batch sees it."""
+    recipe = Recipe(lr=1.0, schedule="cosine", warmup_epochs=1.5, num_epochs=EPOCHS,
+                    steps_per_epoch=num_steps(SAMPLES, global_batch), global_batch=global_batch)
+    return [(step.epoch + step.start / SAMPLES, recipe.lr_at(step))
+            for step in steps(SAMPLES, global_batch, EPOCHS, progress or Progress())]
+
+
+def test_with_the_same_batch_the_rate_follows_the_number_of_the_step() -> None:
+    for global_batch in (4, 5, 57, 100):
+        per_epoch = num_steps(SAMPLES, global_batch)
+        expected = [learning_rate(step, base=1.0, schedule="cosine", warmup_steps=round(1.5 * per_epoch),
+                                  total_steps=EPOCHS * per_epoch) for step in range(EPOCHS * per_epoch)]
+        assert [rate for _, rate in curve(global_batch)] == expected
+    assert curve(5, Progress(2, 3, 27, 15)) == curve(5)[27:] == curve(5, Progress(2, 3, 33, 15))  # whatever came before
+
+
+@pytest.mark.parametrize("before, after", [(4, 8), (8, 4), (4, 57), (6, 5), (3, 1)])
+@pytest.mark.parametrize("done", [1, 5, 9, 12, 20])
+def test_with_another_batch_the_rate_goes_on_along_the_curve(before: int, after: int, done: int) -> None:
+    """No jump, no second warm-up, the same end: the rate of a run that had this batch from the start."""
+    at = list(steps(SAMPLES, before, EPOCHS, Progress()))[done]
+    left = curve(after, Progress(at.epoch, at.step, at.global_step, at.start))
+    whole = curve(after)
+    for place, rate in left:
+        near = [other for there, other in whole if abs(there - place) <= max(before, after) / SAMPLES]
+        assert min(near) - 1e-9 <= rate <= max(near) + 1e-9
+    falling = [rate for place, rate in left if place > 1.5 + after / SAMPLES]
+    assert falling == sorted(falling, reverse=True)
+    assert left[-1][1] <= whole[-2][1]

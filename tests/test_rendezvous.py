@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.failure import RankError
@@ -45,6 +46,20 @@ def test_all_ranks_share_one_store():
     stores = all_meet([launch(rank, 3, port) for rank in range(3)], 20)
     stores[1].set("key", "value")
     assert stores[2].get("key") == stores[0].get("key") == b"value"
+
+
+def test_a_store_that_lives_on_mixes_no_meetings_up(monkeypatch: pytest.MonkeyPatch):
+    """torchrun's store, as nodes leave and come: what is in it says nothing of how often each of them was started."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for size in (2, 3, 3, 1, 2):
+        stores = all_meet([launch(rank, size, store.port) for rank in range(size)], 20)
+        assert not stores[0].check(["key"])
+        stores[-1].set("key", "value")
+        assert all(met.get("key") == b"value" for met in stores)
+        (line,) = told(all_meet([launch(1, 2, store.port)], 0.3))  # a rank 1 that finds only what others have left
+        assert f"rank 0 did not come within --timeout 0.3 s; 127.0.0.1:{store.port}, rank 1 of 2" in line
+        assert all_meet([launch(0, 2, store.port)], 0.3)[0].told is False
 
 
 def test_ranks_that_never_come_are_named_by_one():

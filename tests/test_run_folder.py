@@ -11,10 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from common import relaunch
+from common.assembly import open_run
+from common.distributed import World
 from common.errors import UserError
 from common.files import read_json, write_atomic
+from common.processes import age_seconds
 from common.relaunch import is_restart, launch_name
 from common.run_folder import RunFolder
 
@@ -126,6 +130,11 @@ def test_nodes_that_join_restart_the_workers_without_a_count(agent) -> None:
     agent("node9")
     with pytest.raises(UserError, match="already holds a run"):
         RunFolder.open("train_ddp", folder.path, False, env=torchrun(0))
+    for known in ({"agents": ["node9", "node1"]}, {"counted": True}):  # rank 0's agent is new, another rank's is not
+        assert RunFolder.open("train_ddp", folder.path, False, env=torchrun(0), **known).restarted
+    joined = RunFolder.open("train_ddp", None, False, env=torchrun(0), command=("train.py",), agents=["node1"])
+    assert joined.restarted and joined.path == folder.path
+    assert not open_default(torchrun(0)).restarted
 
 
 def test_runs_of_one_requeued_job_are_told_apart_by_their_command() -> None:
@@ -287,6 +296,18 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
         folder.finish("complete")
 
 
+def test_auto_says_where_it_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    alone = World(0, 1, 0, torch.device("cpu"))
+    new, saved = open_run(alone, "train_single", None, "auto")
+    assert saved is None and capsys.readouterr().out == (
+        f"no checkpoint in {new.path} (a new folder: --resume auto looks in --output): "
+        "the run starts from the beginning\n")
+    open_run(alone, "train_single", str(tmp_path / "named"), "auto")
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path / 'named'}: the run starts from the beginning\n"
+    open_run(alone, "train_single", str(tmp_path / "other"), "none")
+    assert capsys.readouterr().out == ""
+
+
 # Stop
 
 def test_stop_file_is_seen_once(tmp_path: Path) -> None:
@@ -305,3 +326,31 @@ def test_stop_file_that_comes_too_late_does_not_stop_the_next_start(tmp_path: Pa
     (tmp_path / "stop").touch()
     folder.finish("complete")
     assert not RunFolder(tmp_path).stop_requested()
+    (tmp_path / "stop").touch()
+    folder.finish("failed", "a rank was killed")  # torchrun may start it again
+    assert folder.stop_requested()
+
+
+def test_stop_file_from_before_the_launch_means_an_earlier_run(
+        tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(seconds_ago: float, **launch: object) -> bool:
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", (time.time() - seconds_ago,) * 2)
+        RunFolder(tmp_path, **launch).start_attempt(START)
+        return (tmp_path / "stop").exists()
+
+    monkeypatch.setattr("common.run_folder.age_seconds", lambda pid=None: 500.0 if pid == os.getppid() else 100.0)
+    assert left(50)  # it came while the run was starting
+    assert capsys.readouterr().out == ""
+    assert not left(200)
+    assert "stop was there before this run: taken away" in capsys.readouterr().out
+    assert left(200, restarted=True)  # asked for before torchrun or Slurm started it again, and not heard yet
+    assert left(200, agent="node1") and not left(600, agent="node1")  # torchrun was there before its ranks
+
+
+def test_age_of_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        time.sleep(0.3)
+        assert 0.2 < age_seconds(process.pid) < age_seconds()
+        process.communicate(b"\n")
+    assert age_seconds(process.pid) == 0.0
