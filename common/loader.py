@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from common.collate import Batch, Made, assemble, shared_ring
 from common.dataset import BatchDataset
 from common.errors import UserError
+from common.page_lock import PageLock
 from common.processes import die_with_parent
 from common.sampling import Step
 from common.stop import SIGNALS
@@ -163,23 +164,26 @@ def start_worker(worker: int, parent: int) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches on `device`: on CUDA copied on a stream of its own."""
+    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pages that are locked."""
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream, lock = torch.cuda.Stream(device), PageLock(torch.cuda.cudart())
     ahead: Batch | None = None
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            copy = replace(batch, image=batch.image.to(device, non_blocking=True),
-                           label=batch.label.to(device, non_blocking=True))
-        copied = stream.record_event()
+    try:
+        for batch in batches:
+            lock.take(batch.image)  # the workers were forked before they made it
+            with torch.cuda.stream(stream):
+                moved = replace(batch, image=batch.image.to(device, non_blocking=True),
+                                label=batch.label.to(device, non_blocking=True))
+            if ahead is not None:
+                yield ahead
+            stream.synchronize()  # before more is asked for: the ring's slot may be written again then
+            for tensor in (moved.image, moved.label):
+                tensor.record_stream(torch.cuda.current_stream(device))
+            ahead = moved
         if ahead is not None:
             yield ahead
-        copied.synchronize()  # before more is asked for: the ring's slot may be written again then
-        torch.cuda.current_stream(device).wait_event(copied)
-        for tensor in (copy.image, copy.label):
-            tensor.record_stream(torch.cuda.current_stream(device))
-        ahead = copy
-    if ahead is not None:
-        yield ahead
+    finally:
+        stream.synchronize()
+        lock.release()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.assembly import classified, make_validation
-from common.collate import Made, SkippedSample, assemble
+from common.collate import Batch, Made, SkippedSample, assemble
 from common.dataset import BatchDataset, EpochPlan, ExactSource, StreamSource
 from common.distributed import World
 from common.fields import Fields
-from common.loader import Loader
+from common.loader import Loader, on_device
 from common.mixing import Mix
+from common.page_lock import PageLock
 from common.sampling import Step
 from common.shards import ShardIndex
 from common.transforms import ImageTransform
@@ -61,6 +64,51 @@ def test_no_way_of_mixing_writes_over_a_batch_in_use(index: ShardIndex, mix: str
     mixed = BatchDataset(source, Mix(mix, 2, workers, 0), fields, ImageTransform(32, "center"))
     found = pixels(Loader(mixed, workers), 0.02)
     assert len(found) >= 42 and all(expected[key] == value for key, value in found.items())
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_pages_of_the_whole_ring_are_locked_once_and_unlocked(index: ShardIndex, workers: int,
+                                                                  success: bool) -> None:
+    """And a batch with gaps, which is a copy, locks nothing. Where it fails, nothing is unlocked."""
+    dataset = BatchDataset(ExactSource(index, EpochPlan(72, 8, 1, 0, 1, 0, -1)), Mix("none", 8, max(workers, 1), 0),
+                           classified(Fields(), index), ImageTransform(32))
+    calls: list[tuple] = []
+    cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostUnregister=lambda *args: calls.append(args),
+                             cudaHostRegister=lambda *args: calls.append(args) or int(not success))
+    lock = PageLock(cudart)
+    for batch in Loader(dataset, workers):
+        lock.take(batch.image[torch.tensor([0])])
+        lock.take(batch.image)
+    lock.release()
+    lock.release()
+    ring = dataset.ring
+    assert calls == [(ring.data_ptr(), ring.numel(), 0), (ring.data_ptr(),)][: 1 + success]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: page-locking and copying ahead need one")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_reach_a_gpu_as_they_are(index: ShardIndex, workers: int) -> None:
+    """While the workers go on filling the ring. A second lock of the same pages fails, and that goes unnoticed."""
+    def batches() -> Iterator[Batch]:
+        return iter(Loader(BatchDataset(ExactSource(index, plan), Mix("none", 4, max(workers, 1), 0), fields,
+                                        ImageTransform(32, "center")), workers))
+
+    plan, fields, device = EpochPlan(72, 4, 1, 0, 1, 0, -1), classified(Fields(), index), torch.device("cuda", 0)
+    expected, found, lock = pixels(batches()), {}, PageLock(torch.cuda.cudart())
+    for batch in on_device(batches(), device):
+        assert batch.image.is_cuda and batch.label.is_cuda
+        torch.cuda._sleep(10_000_000)  # cycles that the GPU lags behind
+        found.update(pixels([replace(batch, image=batch.image.clone().cpu())]))
+    assert found == expected
+    ring = torch.zeros(1 << 20, dtype=torch.uint8).share_memory_()
+    lock.take(ring)
+    other = PageLock(torch.cuda.cudart())
+    other.take(ring)
+    assert lock.pointer == ring.data_ptr() and not other.pointer and ring.is_pinned()
+    assert torch.ones(2, device=device).sum().item() == 2
+    lock.release()
+    assert not ring.is_pinned()
 
 
 def test_what_a_queued_batch_left_out_is_counted() -> None:
