@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from common.page_lock import PageLock
 from common.sampling import Step
 from common.shards import ShardIndex
 from common.transforms import ImageTransform
-from tests.helpers import write_shards
+from tests.helpers import jpeg, write_shards
+from tests.tars import write_tar
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,44 @@ def test_batches_reach_a_gpu_as_they_are(index: ShardIndex, workers: int) -> Non
     assert torch.ones(2, device=device).sum().item() == 2
     lock.release()
     assert not ring.is_pinned()
+
+
+@pytest.mark.parametrize("sampling", ["split", "resampled"])
+def test_mixing_joins_the_classes_of_shards_of_one_class_each(tmp_path: Path, sampling: str) -> None:
+    """Eight workers, batches of eight, the shards' own order: half as many classes a batch, one without mixing."""
+    for label in range(16):
+        write_tar(tmp_path / f"t-{label:02d}.tar", [
+            (f"{label:02d}{number:02d}.{name}", data) for number in range(16)
+            for name, data in (("jpg", jpeg(0, number)), ("cls", b"%d" % label))])
+    shards, mean = ShardIndex.open([str(tmp_path)]), {}
+    source = StreamSource(shards, EpochPlan(256, 8, 1, 0, 1, 0, -1, drop_last=True), sampling == "resampled")
+    for mix in ("none", "pooled", "shuffle", "queue"):
+        mixed = BatchDataset(source, Mix(mix, 8, 8, 0), classified(Fields(), shards), ImageTransform(32))
+        classes = []
+        for batch in Loader(mixed, 8):
+            time.sleep(0.02)  # a step, in which more gets ready
+            classes.append(len(set(batch.label.tolist())))
+            assert len(batch) == 8 and batch.label.tolist() == [int(shard[2:]) for shard in batch.shard]
+        mean[mix] = sum(classes) / len(classes)
+        assert len(classes) == 32
+    assert mean["none"] == 1 and min(mean["pooled"], mean["shuffle"], mean["queue"]) >= 4, mean
+
+
+def test_the_last_worker_of_a_queue_overwrites_nothing(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for more pieces at once when the others have ended, and some of its batches have gaps."""
+    fill = BatchDataset._fill
+
+    def slowly(self: BatchDataset, made: Made, piece: Any, samples: Any, worker: int, number: int) -> None:
+        time.sleep(0.04 * (worker == 0 and number < 12))
+        fill(self, made, piece, samples, worker, number)
+
+    monkeypatch.setattr(BatchDataset, "_fill", slowly)
+    fields, center = classified(Fields(), index), ImageTransform(32, "center")
+    alone = BatchDataset(ExactSource(index, EpochPlan(72, 2, 1, 0, 1, 0, -1)), Mix("none", 2, 1, 0), fields, center)
+    expected = pixels(Loader(alone, 0))
+    source = StreamSource(index, EpochPlan(144, 6, 1, 0, 1, 0, 10, drop_last=True), resampled=True)
+    found = pixels(Loader(BatchDataset(source, Mix("queue", 6, 3, 0), fields, center), 3), 0.02)
+    assert len(found) >= 18 and all(expected[key] == value for key, value in found.items())
 
 
 def test_what_a_queued_batch_left_out_is_counted() -> None:
