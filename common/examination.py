@@ -70,7 +70,8 @@ def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, s
     if world.is_main and result is None and listed is not None:
         listed.unlink(missing_ok=True)
     if world.is_main and result is not None:
-        words = ", ".join(f"{name} {result[name]!r}{' %' * (name != 'loss')}" for name in ("loss", "top1", "top5"))
+        numbers = {name: value for name, value in result.items() if isinstance(value, float)}
+        words = ", ".join(f"{name} {value!r}{' %' * (name != 'loss')}" for name, value in numbers.items())
         print(f"validation {words}, {result['samples']} samples{f'; predictions: {file}' if file else ''}", flush=True)
         if skipped:
             print(f"skipped {skipped}; {listed or 'python -m common.check_shards finds them all'}", flush=True)

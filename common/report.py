@@ -120,9 +120,9 @@ class Report:
 
     @main_only
     def validation(self, epoch: int, step: int, result: Mapping[str, Any]) -> None:
-        """A validation after `step` steps. `result`: loss, top1, top5 (percent), samples; others stay out."""
+        """A validation after `step` steps. `result`: loss, floats in percent, samples; the rest stays out."""
         self._report(self.settings.clock())
-        numbers = {name: result[name] for name in ("loss", "top1", "top5") if name in result}
+        numbers = {name: value for name, value in result.items() if isinstance(value, float)}
         row = {"kind": "val", "epoch": epoch, "step": step, **numbers, "samples": result["samples"]}
         self._metrics.replace({**row, "attempt": self.settings.attempt})
         self._board.scalars({f"val/{name}": value for name, value in numbers.items()}, step)
