@@ -57,7 +57,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         weights, validation = trained_weights(world, validation, config.resume, config.output, config.weights)
         module, _ = build_model(config.arch, validation.num_classes, weights, 0, config.image_size, new_head=False)
         recipe = Recipe(lr=0.0, amp=amp_dtype(config.amp), memory_format=memory_format)
-        return examine(module, validation, recipe, world, stop, config.predictions)
+        return examine(module, validation, recipe, world, stop, config.predictions, config.max_errors)
     data = dummy_index(config.epoch_samples or 0) if config.dummy else open_shards(
         world, config.shard_path, fields, storage, config.sampling == "exact")
     check_apart(data, val_data)
@@ -100,7 +100,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         run = Run(
             world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records,
             state=state, stop=stop, num_steps=plan.end_step(state.progress), save_every=config.save_every,
-            max_errors=config.max_errors, profile=config.profile)
+            profile=config.profile)
         run.restore(saved)
         records.finish(fit(run))
 

@@ -241,10 +241,14 @@ class BatchDataset(IterableDataset):
     def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Decode each sample into its row of its batch."""
         rows: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
-        wanted = zip(piece.rows, samples, strict=False)
+        queue, places = self.mixing.kind == "queue", piece.rows
+        if queue:  # which batch it becomes a part of is not known yet
+            slot, first = self.mixing.queue_place(worker, number, len(self.ring))
+            places = [(piece.step.global_step, first + i) for i in range(len(places))]
+        wanted = zip(places, samples, strict=False)
         with torch.inference_mode():
             for (step, row), sample, label, prepared in self._prepared(wanted):
-                slot = self.slot(step, worker, number)
+                slot = slot if queue else self.slot(step, worker, number)
                 if slot not in rows:
                     rows[slot] = as_images(self.ring[slot]).unbind()
                 try:
@@ -260,7 +264,7 @@ class BatchDataset(IterableDataset):
                 made.shard.append(sample.shard)
                 made.count.append(sample.count)
                 made.key.append(sample.key)
-        made.slots = [self.slot(piece.step.global_step, worker, number)]
+        made.slots = [slot if queue else self.slot(piece.step.global_step, worker, number)]
 
     def _prepared(self, wanted: Iterator[tuple[Row, Keyed]]) -> Iterator[Ready]:
         """Read and label a few samples before their pixels are made: decoding leaves nothing of this code in the

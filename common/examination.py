@@ -8,6 +8,7 @@ It asks for no training shards, and makes or changes no folder of a run.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +19,7 @@ from common.error_log import ErrorLog
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
 from common.failure import SharedError
-from common.predictions import Predictions
+from common.predictions import Predictions, skipped_path
 from common.step import Recipe
 from common.stop import StopSignals
 
@@ -43,25 +44,34 @@ def trained_weights(world: World, validation: Validation, resume: str, output: s
 
 
 def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: StopSignals,
-            file: str | None) -> None:
+            file: str | None, max_errors: int) -> None:
     """One validation: its numbers on stdout, and the predictions in `file`. Every rank calls it.
 
-    What `--on_error skip` leaves out is listed in errors.jsonl beside `file`. After a stop signal nothing is printed,
-    and no file is left.
+    What `--on_error skip` leaves out counts as in training, and is listed beside `file` in STEM.errors.jsonl. After a
+    stop signal nothing is printed, and there is neither file.
     """
     module.to(world.device).to(memory_format=recipe.memory_format)
-    errors = ErrorLog(Path(file or ".").parent, world.rank, attempt=0)
-    predictions = Predictions(file, world) if file else None
+    listed = skipped_path(file) if file else None
+    errors = ErrorLog(listed, world, max_errors)
 
     def asked(num_skipped: int) -> bool:
-        return world.sum([stop.requested])[0] > 0
+        signals, num_bad = world.sum([stop.requested, num_skipped])
+        errors.check(int(num_bad))
+        return signals > 0
 
-    try:
-        result = evaluate(module, data, recipe, world, asked, errors, predictions)
-    except UserError as error:
-        raise world.own_error(error) from None
-    if predictions is not None:
-        predictions.close(complete=result is not None)
+    with Predictions(file, world) if file else nullcontext() as predictions:
+        try:
+            result = evaluate(module, data, recipe, world, asked, errors, predictions)
+        except UserError as error:
+            raise world.own_error(error) from None
+        if predictions is not None and result is not None:
+            predictions.finish()
+    skipped = errors.skipped()
+    if world.is_main and result is None and listed is not None:
+        listed.unlink(missing_ok=True)
     if world.is_main and result is not None:
-        words = ", ".join(f"{name} {result[name]!r}{' %' * (name != 'loss')}" for name in ("loss", "top1", "top5"))
+        numbers = {name: value for name, value in result.items() if isinstance(value, float)}
+        words = ", ".join(f"{name} {value!r}{' %' * (name != 'loss')}" for name, value in numbers.items())
         print(f"validation {words}, {result['samples']} samples{f'; predictions: {file}' if file else ''}", flush=True)
+        if skipped:
+            print(f"skipped {skipped}; {listed or 'python -m common.check_shards finds them all'}", flush=True)

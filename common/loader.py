@@ -26,12 +26,13 @@ from torch.utils.data import DataLoader
 from common.collate import Batch, Made, assemble, shared_ring
 from common.dataset import BatchDataset
 from common.errors import UserError
+from common.page_lock import PageLock
 from common.processes import die_with_parent
 from common.sampling import Step
 from common.stop import SIGNALS
 
 CHECK_SECONDS = 5.0  # at which a wait for the workers looks at them
-PREFETCH = 2  # pieces that each worker has ready ahead of time
+PREFETCH = 2  # pieces that each worker has ready ahead of time, as a rule
 
 
 class Loader:
@@ -48,19 +49,24 @@ class Loader:
     def __iter__(self) -> Generator[Batch, None, None]:
         """This rank's batch of each step that is left of the run. Raises UserError with what a worker found."""
         mixing, dataset = self.dataset.mixing, self.dataset
-        num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
+        num_slots = mixing.num_slots(self._prefetch() if self.num_workers else 0)
         dataset.ring = shared_ring(num_slots, mixing.batch_size, dataset.transform.size)
         made = self.made()
         try:
             for group in mixing.groups(self._steps()):
-                num_pieces = mixing.num_workers if mixing.kind == "pooled" else len(group)
-                pieces = [_checked(piece) for piece in itertools.islice(made, num_pieces)]
+                taken = map(_checked, itertools.islice(made, len(group) * mixing.pieces_per_step))
+                pieces = list(_gathered(group[0], taken, dataset.ring) if mixing.kind == "queue" else taken)
                 for step in group:
-                    slot = pieces[0].slots[0] if mixing.has_own_slots else dataset.slot(step.global_step, 0, 0)
+                    known = mixing.kind in ("none", "queue")
+                    slot = pieces[0].slots[0] if known else dataset.slot(step.global_step, 0, 0)
                     if step.global_step >= dataset.source.plan.progress.global_step:
                         yield assemble(step, dataset.ring[slot], pieces)
         finally:
             made.close()
+
+    def _prefetch(self) -> int:
+        """Pieces that each worker has ready. `queue`: one, that of a batch, or most would come in pairs of a worker."""
+        return 1 if self.dataset.mixing.kind == "queue" else PREFETCH
 
     def _steps(self) -> Iterator[Step]:
         """The steps of the source; from the start of a group where the run goes on within one."""
@@ -81,7 +87,7 @@ class Loader:
             yield from self.dataset
             return
         loader = DataLoader(
-            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=PREFETCH,
+            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=self._prefetch(),
             worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
             generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
             in_order=self.dataset.mixing.kind != "queue",
@@ -185,6 +191,17 @@ class _Deaths:
             signal.signal(signal.SIGCHLD, handler)
 
 
+def _gathered(step: Step, pieces: Iterable[Made], ring: torch.Tensor) -> Iterator[Made]:
+    """`queue`: pieces become the batch of `step`, copied into the ring's last slot before the next one is asked for."""
+    end = 0
+    for piece in pieces:
+        start, end = end, end + len(piece.rows)
+        places = torch.tensor([row for _, row in piece.rows], dtype=torch.int64)
+        torch.index_select(ring[piece.slots[0]], 0, places, out=ring[-1, start:end])
+        rows = [(step.global_step, row) for row in range(start, end)]
+        yield replace(piece, step=step, slots=[len(ring) - 1], rows=rows)
+
+
 def _checked(piece: Made) -> Made:
     if piece.fatal is not None:
         raise UserError(piece.fatal)
@@ -200,23 +217,26 @@ def start_worker(worker: int, parent: int) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches on `device`: on CUDA copied on a stream of its own."""
+    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pages that are locked."""
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream, lock = torch.cuda.Stream(device), PageLock(torch.cuda.cudart())
     ahead: Batch | None = None
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            copy = replace(batch, image=batch.image.to(device, non_blocking=True),
-                           label=batch.label.to(device, non_blocking=True))
-        copied = stream.record_event()
+    try:
+        for batch in batches:
+            lock.take(batch.image)  # the workers were forked before they made it
+            with torch.cuda.stream(stream):
+                moved = replace(batch, image=batch.image.to(device, non_blocking=True),
+                                label=batch.label.to(device, non_blocking=True))
+            if ahead is not None:
+                yield ahead
+            stream.synchronize()  # before more is asked for: the ring's slot may be written again then
+            for tensor in (moved.image, moved.label):
+                tensor.record_stream(torch.cuda.current_stream(device))
+            ahead = moved
         if ahead is not None:
             yield ahead
-        copied.synchronize()  # before more is asked for: the ring's slot may be written again then
-        torch.cuda.current_stream(device).wait_event(copied)
-        for tensor in (copy.image, copy.label):
-            tensor.record_stream(torch.cuda.current_stream(device))
-        ahead = copy
-    if ahead is not None:
-        yield ahead
+    finally:
+        stream.synchronize()
+        lock.release()

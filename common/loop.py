@@ -15,7 +15,6 @@ import torch
 from common import checkpoint
 from common.collate import Batch
 from common.distributed import World
-from common.error_log import summary
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
 from common.failure import SharedError
@@ -44,9 +43,7 @@ class Run:
     stop: StopSignals
     num_steps: int  # of the whole run
     save_every: int | None
-    max_errors: int
     profile: bool = False
-    num_errors: int = 0  # samples skipped since this start, over all ranks
     stop_file_seconds: float = 0.0  # when it was last looked for
 
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -81,7 +78,7 @@ def _train(run: Run) -> bool:
     if state.epoch_done and end_epoch(run, stop=False):
         return True
     if state.progress.step and state.progress.global_step >= run.num_steps:  # ended by --max_steps, maybe not validated
-        return validate(run) is None
+        return end_in_epoch(run)
     batches, stop = on_device(iter(run.loader), run.world.device), False
     if run.profile:
         file = run.records.folder.path / "profile" / f"rank{run.world.rank:05d}.json"
@@ -95,7 +92,7 @@ def _train(run: Run) -> bool:
             stop = end_epoch(run, stop)
         elif state.progress.global_step == run.num_steps:
             save(run, "last.pt")
-            stop = stop or validate(run) is None
+            stop = stop or end_in_epoch(run)
         elif stop or run.save_every and state.progress.global_step % run.save_every == 0:
             save(run, "last.pt")
     batches.close()  # after an error the workers die with this process, which waits for nothing
@@ -119,13 +116,24 @@ def end_epoch(run: Run, stop: bool) -> bool:
     best = False
     result = None if stop else validate(run)
     if result is not None:
-        best = result.get("top1", -1.0) > state.best_top1
-        state.best_top1 = max(result.get("top1", -1.0), state.best_top1)
+        best = state.improves(result)
         state.progress = Progress(state.progress.epoch + 1, 0, state.progress.global_step, 0)
         state.epoch_done, state.loss, state.top1 = False, AverageMeter(), AverageMeter()
     if best:
         save(run, "best.pt")  # first: a run killed in between comes here again, since last.pt does not know of it yet
     save(run, "last.pt")
+    return result is None
+
+
+def end_in_epoch(run: Run) -> bool:
+    """Validate where --max_steps ended the run, and keep the best. Returns whether to stop, as all ranks agree.
+
+    last.pt has these steps already, without the validation: a run killed in here comes again, to the same files.
+    """
+    result = validate(run)
+    if result is not None and run.state.improves(result):
+        save(run, "best.pt")  # first, as ever
+        save(run, "last.pt")
     return result is None
 
 
@@ -135,7 +143,7 @@ def validate(run: Run) -> dict[str, Any] | None:
         return {}
     def stop(skipped: int) -> bool:
         asked, num_bad = run.world.sum([asked_to_stop(run), skipped])
-        count_errors(run, int(num_bad))
+        run.records.errors.check(int(num_bad))
         return asked > 0
 
     result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, stop, run.records.errors)
@@ -194,17 +202,6 @@ def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
     return stop
 
 
-def count_errors(run: Run, num_bad: int) -> None:
-    """Raise on all ranks when `num_bad` more samples, over all of them, are too many. Every rank calls it."""
-    run.num_errors += num_bad
-    if run.num_errors > run.max_errors:
-        latest = next(filter(None, run.world.gather(run.records.errors.latest)), "")
-        causes = summary(run.records.skipped())
-        raise SharedError(f"more than --max_errors {run.max_errors} samples could not be used, {causes} "
-                          f"(such as {latest}); {run.records.errors.path}; python -m common.check_shards finds them "
-                          "all: mend the shards, or raise --max_errors")
-
-
 def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float, int]:
     """Add up over the ranks. Raises UserError on all of them for a loss that is not finite or too many bad samples."""
     bad = run.records.errors.add(batch)
@@ -217,5 +214,5 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
         keys = ", ".join(key for keys in run.world.gather(mine) for key in keys)
         raise SharedError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {keys}; "
                           "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
-    count_errors(run, int(num_bad))
+    run.records.errors.check(int(num_bad))
     return stop > 0, loss, correct, int(num_samples)

@@ -18,6 +18,7 @@ class Period:
     num_images: int = 0
     loss: float = 0.0
     top1: float = 0.0
+    timed_steps: int = 0
     timed_images: int = 0
     wait_seconds: float = 0.0
 
@@ -29,15 +30,19 @@ class Period:
         if self.began is None:
             self.began = now
         else:
+            self.timed_steps += 1
             self.timed_images += num_images
             self.wait_seconds += wait_seconds
 
     def row(self, now: float) -> dict[str, float]:
-        """Means over the images, and rates over the time."""
-        seconds, num_images = now - (now if self.began is None else self.began), max(self.num_images, 1)
-        return {"loss": self.loss / num_images, "top1": self.top1 / num_images,
-                "images_per_second": round(self.timed_images / seconds, 2) if seconds > 0 else 0.0,
-                "data_wait": round(min(self.wait_seconds / seconds, 1.0), 4) if seconds > 0 else 0.0}
+        """Means over the images, and rates over the time; no rates where no step was timed."""
+        num_images = max(self.num_images, 1)
+        means = {"loss": self.loss / num_images, "top1": self.top1 / num_images}
+        if self.began is None or not self.timed_steps or now <= self.began:
+            return means
+        seconds = now - self.began
+        return means | {"images_per_second": round(self.timed_images / seconds, 2),
+                        "data_wait": round(min(self.wait_seconds / seconds, 1.0), 4)}
 
 
 def memory() -> dict[str, float]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -23,12 +24,15 @@ from common.files import remedy
 
 
 class Predictions:
-    """Written by rank 0 to a temporary name, round by round, so that memory holds one batch of each rank."""
+    """Written by rank 0 to a temporary name, round by round, so that memory holds one batch of each rank.
+
+    A context manager: where it ends without `finish`, after a stop or an error, nothing is left.
+    """
 
     def __init__(self, path: str | Path, world: World):
         """Every rank makes one. Raises UserError on all of them where rank 0 cannot write."""
         self.path, self.world = Path(path), world
-        self.temporary = self.path.with_name(f".{self.path.name}.tmp")
+        self.temporary, self.skipped = Path(f"{path}.tmp"), skipped_path(path)
         self._file: TextIO | None = None
         self._error: UserError | None = None
         world.on_main(self._open)
@@ -44,26 +48,35 @@ class Predictions:
             except UserError as error:
                 self._error = error  # told at the end, to all ranks
 
-    def close(self, complete: bool) -> None:
-        """Give the file its name, or remove it if the validation did not end. Every rank calls it."""
-        self.world.on_main(lambda: self._finish(complete))
+    def finish(self) -> None:
+        """The validation is over: give the file its name. Every rank calls it."""
+        self.world.on_main(self._finish)
+
+    def __enter__(self) -> Predictions:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        """Rank 0 tidies up alone: after an error the others may not answer."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):
+                self.temporary.unlink()
 
     def _open(self) -> None:
         with self._writing():
+            if self.path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            self.skipped.unlink(missing_ok=True)  # of an evaluation before this one
             self._file = open(self.temporary, "w", encoding="utf-8")
 
-    def _finish(self, complete: bool) -> None:
+    def _finish(self) -> None:
         assert self._file is not None
-        try:
-            with self._writing():
-                self._file.close()
-                if complete and self._error is None:
-                    os.replace(self.temporary, self.path)
-            if self._error is not None:
-                raise self._error
-        finally:
-            with suppress(OSError):
-                self.temporary.unlink()
+        if self._error is not None:
+            raise self._error
+        with self._writing():
+            self._file.close()
+            os.replace(self.temporary, self.path)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -72,6 +85,11 @@ class Predictions:
         except OSError as error:
             raise UserError(f"cannot write ({error.strerror or error}); --predictions {self.path}; "
                             f"{remedy(error)}choose another file") from None
+
+
+def skipped_path(path: str | Path) -> Path:
+    """Where the images are listed that cannot be predicted: not in the errors.jsonl of a run that `path` may lie in."""
+    return Path(os.path.splitext(path)[0] + ".errors.jsonl")
 
 
 def _lines(batch: Batch, logits: torch.Tensor) -> Iterator[str]:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.distributed import World
-from common.error_log import ErrorLog, summary
+from common.error_log import ErrorLog
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
 from common.report import Report, ReportSettings
@@ -36,17 +35,13 @@ class Records:
     state: State
     description: dict[str, Any]  # what every checkpoint says of the run
 
-    def skipped(self) -> Counter[str]:
-        """Samples that could not be used in this start of the run, by cause, over all ranks. Every rank calls it."""
-        return sum(self.world.gather(self.errors.counts), Counter())
-
     def finish(self, outcome: str) -> None:
         """Record how the run ended: "complete" or "stopped". Every rank calls it."""
         self.report.flush()
         self.world.on_main(lambda: self.folder.finish(outcome))
-        skipped = self.skipped()
+        skipped = self.errors.skipped()
         if skipped:
-            self.report.note(f"skipped {summary(skipped)}; {self.errors.path}")
+            self.report.note(f"skipped {skipped}; {self.errors.path}")
         advice = "; --resume auto goes on with it" if outcome == "stopped" else ""
         self.report.note(f"{outcome}: {self.folder.path}{advice}")
         if outcome == "complete" and "save" in self.description["config"]["trace"] and self.world.is_main:
@@ -83,7 +78,7 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
         with report:
             _introduce(report, world, folder, plan, state)
             report.config(config)
-            errors = ErrorLog(folder.path, world.rank, attempt)
+            errors = ErrorLog(folder.path / "errors.jsonl", world, config["max_errors"], attempt)
             yield Records(folder, world, attempt, report, lock, errors, state, description)
     except Exception as error:
         explained = world.explain(error)

@@ -120,9 +120,9 @@ class Report:
 
     @main_only
     def validation(self, epoch: int, step: int, result: Mapping[str, Any]) -> None:
-        """A validation after `step` steps. `result`: loss, top1, top5 (percent), samples; others stay out."""
+        """A validation after `step` steps. `result`: loss, floats in percent, samples; the rest stays out."""
         self._report(self.settings.clock())
-        numbers = {name: result[name] for name in ("loss", "top1", "top5") if name in result}
+        numbers = {name: value for name, value in result.items() if isinstance(value, float)}
         row = {"kind": "val", "epoch": epoch, "step": step, **numbers, "samples": result["samples"]}
         self._metrics.replace({**row, "attempt": self.settings.attempt})
         self._board.scalars({f"val/{name}": value for name, value in numbers.items()}, step)
@@ -215,10 +215,11 @@ class Report:
         self._metrics.append(row)
         self._board.scalars({f"train/{name}": value for name, value in numbers.items()}, step)
         if self._screen.prints_steps:
-            self._screen.line(f"epoch {epoch}, step {step}: loss {rates['loss']:.4f}, top1 {rates['top1']:.2f} %, "
-                              f"lr {lr:.3g}, {rates['images_per_second']:.1f} images/s, "
-                              f"waiting for input {rates['data_wait']:.0%}")
-        self._hint(rates["data_wait"])
+            words = f"loss {rates['loss']:.4f}, top1 {rates['top1']:.2f} %, lr {lr:.3g}"
+            if "data_wait" in rates:
+                words += f", {rates['images_per_second']:.1f} images/s, waiting for input {rates['data_wait']:.0%}"
+            self._screen.line(f"epoch {epoch}, step {step}: {words}")
+        self._hint(rates.get("data_wait", 0.0))
         self._num_reports += 1
         self._period = Period(began=now)
 

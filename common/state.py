@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ class State:
     def as_dict(self) -> dict[str, Any]:
         return {"progress": asdict(self.progress), "epoch_done": self.epoch_done, "best_top1": self.best_top1,
                 "meters": {"loss": self.loss.state_dict(), "top1": self.top1.state_dict()}}
+
+    def improves(self, result: Mapping[str, Any]) -> bool:
+        """Whether a validation's result is the best so far, which it is from then on. Without a top1 it is none."""
+        best = result.get("top1", -1.0) > self.best_top1
+        self.best_top1 = max(result.get("top1", -1.0), self.best_top1)
+        return best
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None, plan: Plan) -> State:

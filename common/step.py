@@ -80,26 +80,28 @@ class Stepper:
         torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.world.rank))  # dropout and the like
         set_lr(self.optimizer, recipe.lr_at(step))
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # of the losses, of right answers
         self.watch.before(batch)
         parts = list(self._micro_batches(batch))
-        for number, (image, label, row) in enumerate(parts):
+        for number, (image, label, row, num_real) in enumerate(parts):
             with self._no_sync(number < len(parts) - 1), autocast(self.world.device, recipe.amp):
                 logits = self.watch.forward(self.model, image, row)
                 losses = F.cross_entropy(logits.float(), label, reduction="none",
                                          label_smoothing=recipe.label_smoothing)
-                real = row >= 0
-                loss = (losses * real).sum() * (self.world.size / step.size)
+                loss = losses[:num_real].sum() * (self.world.size / step.size)
                 self.scaler.scale(loss).backward()
-            loss_sum += losses.detach()[real].double().sum()
-            correct += correct_counts(logits.detach()[real], label[real], (1,))[0]
+            correct = correct_counts(logits.detach()[:num_real], label[:num_real], (1,))
+            sums += torch.cat([losses.detach()[:num_real].double().sum()[None], correct])
         self._update()
         self.watch.after(batch)
-        return Outcome(loss_sum.item(), int(correct), len(batch))  # .item() waits for the device: once a step
+        loss_sum, num_correct = sums.tolist()  # waits for the device: once a step, so nothing above may
+        return Outcome(loss_sum, int(num_correct), len(batch))
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Images, labels and row numbers in `accum` parts, filled with rows of number -1 to what BatchNorm needs."""
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+        """Images, labels, row numbers and how many rows are real, in `accum` parts.
+
+        Behind the real rows come some of number -1, as many as BatchNorm needs: only the real ones are added up.
+        """
         row = torch.arange(len(batch), device=self.world.device)
         borders = deal(len(batch), self.recipe.accum)  # as many parts on every rank: some models meet in each forward
         for start, stop in pairwise(borders):
@@ -110,7 +112,7 @@ class Stepper:
                 image = torch.cat([image, filling.expand(missing, -1, -1, -1)])
                 image = image.contiguous(memory_format=torch.channels_last)
                 label = torch.cat([label, label.new_zeros(missing)])
-            yield image, label, torch.cat([row[start:stop], row.new_full((missing,), -1)])
+            yield image, label, torch.cat([row[start:stop], row.new_full((missing,), -1)]), stop - start
 
     def _no_sync(self, wanted: bool) -> AbstractContextManager:
         no_sync: Any = getattr(self.model, "no_sync", nullcontext)

@@ -25,7 +25,7 @@ class EpochCount:
         self.next_step = step
         self.seen = np.zeros(int(run.shard_sizes.sum()), dtype=np.uint8)  # 0: not, 1: once, 2: more often
         self.steps: list[tuple[int, list[int]]] = []  # world size, steps of each rank; for each world in turn
-        self.num_reads = self.num_batches = self.num_shards = self.num_workers = 0
+        self.num_reads = self.num_batches = self.num_shards = self.num_workers = self.num_classes = 0
         self.labels: Counter[int] = Counter()
 
     def add_step(self, world_size: int, ranks: Iterable[int]) -> None:
@@ -45,6 +45,7 @@ class EpochCount:
             self.num_batches += 1
             self.num_shards += len(set(row.shard))
             self.num_workers += len(set(row.worker))
+            self.num_classes += len(set(row.label))
         again = np.zeros(len(known), dtype=bool)
         again[known] = self._use(found.ids[known])
         return again
@@ -79,7 +80,8 @@ class EpochCount:
             missing=num_missing if self.run.sizes_known else None, not_reached=num_unused - num_missing,
             equal_steps=all(len(set(counts)) == 1 for _, counts in self.steps), order_kept=order_kept,
             shards_per_batch=self.num_shards / max(self.num_batches, 1),
-            workers_per_batch=self.num_workers / max(self.num_batches, 1), labels=self._named_labels())
+            workers_per_batch=self.num_workers / max(self.num_batches, 1),
+            classes_per_batch=self.num_classes / max(self.num_batches, 1), labels=self._named_labels())
 
     def _expected(self, exact: Exact, complete: bool) -> np.ndarray:
         """Which samples the part of the epoch that is judged should have used: bool, (samples,)."""

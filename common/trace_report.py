@@ -68,6 +68,7 @@ class EpochReport:
     order_kept: bool | None
     shards_per_batch: float
     workers_per_batch: float
+    classes_per_batch: float
     labels: dict[str, int] = field(default_factory=dict)
 
     def cells(self) -> list[str]:
@@ -77,7 +78,8 @@ class EpochReport:
             ", then ".join(f"{n[0]} x {size}" if len(set(n)) == 1 else "/".join(map(str, n)) for size, n in self.steps),
             f"{self.distinct}/{self.total}", str(self.once), str(self.repeated),
             "?" if self.missing is None else str(self.missing), str(self.skipped),
-            f"{self.shards_per_batch:.1f}", f"{self.workers_per_batch:.1f}", self._labels(),
+            f"{self.shards_per_batch:.1f}", f"{self.workers_per_batch:.1f}", f"{self.classes_per_batch:.1f}",
+            self._labels(),
         ]
 
     def _labels(self) -> str:
@@ -87,7 +89,7 @@ class EpochReport:
 
 
 HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missing", "skipped",
-          "shards/batch", "workers/batch", "labels"]
+          "shards/batch", "workers/batch", "classes/batch", "labels"]
 
 
 @dataclass

@@ -35,9 +35,6 @@ class Watch:
     def after(self, batch: Batch) -> None:
         """The step is over."""
 
-    def close(self) -> None:
-        """The run is over."""
-
 
 class TraceWatch(Watch):
     """Records and prints which sample was where, as told from inside the model's forward."""
@@ -69,10 +66,6 @@ class TraceWatch(Watch):
     def after(self, batch: Batch) -> None:
         if self.trace:
             self.trace.save(batch, str(self.device), self._replica)
-
-    def close(self) -> None:
-        if self.trace:
-            self.trace.close()
 
 
 def make_watch(modes: Sequence[str], records: Records, devices: Sequence[torch.device]) -> Watch:

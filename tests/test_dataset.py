@@ -198,7 +198,7 @@ def test_what_mixing_promises(tmp_path: Path, mix: str) -> None:
         assert [f"t-{label}" for label in labels] == shards
         if mix == "pooled":
             assert Counter(workers) == {0: 2, 1: 2} and Counter(labels) == {0: 2, 1: 2}
-        elif mix in ("none", "queue"):
+        elif mix == "none":
             assert len(set(workers)) == len(set(labels)) == 1
     used = Counter((shard, count) for *_, shards, counts in found for shard, count in zip(shards, counts, strict=True))
     if mix == "shuffle":

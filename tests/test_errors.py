@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.collate import Batch, SkippedSample
+from common.distributed import World
 from common.error_log import ErrorLog, summary
 from common.sampling import Step
 from tests.helpers import TINY, jpeg, rows, run, trace, write_shards
@@ -97,7 +98,7 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     """At most one per cause in 30 s; every sample is listed, on one line whatever its key holds."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    log = ErrorLog(tmp_path, rank=1, attempt=2)
+    log = ErrorLog(tmp_path / "errors.jsonl", World(1, 2, 1, torch.device("cpu")), max_errors=9, attempt=2)
     bad = [SkippedSample("corrupt", "corrupt: x", "s", 5, "a\nb\udc80"),
            SkippedSample("no label", "no label: y", "s", 6, "c")] * 50
     batch = Batch(torch.empty(0), torch.empty(0), Step(3, 7, 9, 0, 4), [], [], [], [], skipped=bad)

@@ -15,7 +15,8 @@ from common.evaluation import Validation
 from common.examination import trained_weights
 from common.predictions import Predictions
 from common.sampling import Step
-from tests.helpers import TINY, Result, rows, run, write_shards
+from tests.helpers import TINY, Result, jpeg, rows, run, write_shards
+from tests.tars import write_tar
 
 SIZES = (9, 1, 11)
 
@@ -105,7 +106,7 @@ def test_answers_that_are_no_numbers_and_ties(tmp_path: Path) -> None:
     file = Predictions(tmp_path / "p", alone())
     file.add(batch(), torch.tensor([[float("nan"), 1.0], [2.0, 2.0]]))
     file.add(None, None)
-    file.close(complete=True)
+    file.finish()
     assert [(row["predicted"], row["probability"]) for row in rows(tmp_path / "p")] == [(None, None), (0, 0.5)]
 
 
@@ -115,14 +116,44 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert file._file is not None
     file._file.close()
     file._file = open("/dev/full", "w")
-    file.add(batch(), torch.zeros(2, 2))
-    with pytest.raises(UserError, match="No space left.*--predictions"):
-        file.close(complete=True)
+    with pytest.raises(UserError, match="No space left.*--predictions"), file:
+        file.add(batch(), torch.zeros(2, 2))
+        file.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["p"] and (tmp_path / "p").read_text() == "older"
 
 
 def test_a_validation_that_did_not_end_leaves_nothing(tmp_path: Path) -> None:
-    file = Predictions(tmp_path / "p", alone())
-    file.add(batch(), torch.zeros(2, 2))
-    file.close(complete=False)
+    with Predictions(tmp_path / "p", alone()) as file:
+        file.add(batch(), torch.zeros(2, 2))
+        assert list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_for_predictions(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Is a directory.*--predictions"):
+        Predictions(tmp_path, alone())
+
+
+@pytest.mark.slow
+def test_bad_images_count_as_in_training(trained: Path, tmp_path: Path) -> None:
+    """Two of rank 1's are broken: skipped, said and listed; too many at --max_errors 1, on both ranks, nothing left."""
+    write_tar(tmp_path / "val" / "t.tar", [
+        (f"{number:03d}.{name}", data) for number in range(20)
+        for name, data in (("jpg", b"broken" if number in (4, 5) else jpeg(0, number)), ("cls", b"0"))])
+    (tmp_path / "run").mkdir()
+    arguments = ("--evaluate", "--val_path", tmp_path / "val", *TINY, "-b", 4, "-w", 1, "--weights",
+                 trained / "run" / "last.pt", "--on_error", "skip", "--predictions", tmp_path / "run" / "p.jsonl")
+    said = "2 samples: 2 not an image"
+    result = run("train_ddp.py", *arguments, "--max_errors", 2, ranks=2).check()
+    listed = tmp_path / "run" / "p.errors.jsonl"
+    assert f"skipped {said}; {listed}" in result.out.splitlines() and ", 18 samples; predictions: " in result.out
+    assert [(row["rank"], row["shard"], row["count"]) for row in rows(listed)] == [(1, "t", 4), (1, "t", 5)]
+    assert [row["count"] for row in rows(tmp_path / "run" / "p.jsonl")] == [0, 1, 2, 3, *range(6, 20)]
+    (tmp_path / "run" / "p.jsonl").unlink()
+    result = run("train_ddp.py", *arguments, "--max_errors", 1, ranks=2).check(1)
+    line, = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: more than --max_errors 1 samples could not be used, {said} (such as "), line
+    assert f"; {listed}; python -m common.check_shards finds them all: mend" in line
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["p.errors.jsonl"] and len(rows(listed)) == 2
+    result = run("train_single.py", *arguments[:-4], "--on_error", "stop", *arguments[-2:]).check(1)
+    assert "count 4" in result.err and not list((tmp_path / "run").iterdir())

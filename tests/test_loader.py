@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from common.assembly import classified, make_validation
-from common.collate import Made, SkippedSample, assemble
+from common.collate import Batch, Made, SkippedSample, assemble
 from common.dataset import BatchDataset, EpochPlan, ExactSource, StreamSource
 from common.distributed import World
 from common.fields import Fields
-from common.loader import Loader
+from common.loader import Loader, on_device
 from common.mixing import Mix
+from common.page_lock import PageLock
 from common.sampling import Step
 from common.shards import ShardIndex
 from common.transforms import ImageTransform
-from tests.helpers import write_shards
+from tests.helpers import jpeg, write_shards
+from tests.tars import write_tar
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,89 @@ def test_no_way_of_mixing_writes_over_a_batch_in_use(index: ShardIndex, mix: str
     mixed = BatchDataset(source, Mix(mix, 2, workers, 0), fields, ImageTransform(32, "center"))
     found = pixels(Loader(mixed, workers), 0.02)
     assert len(found) >= 42 and all(expected[key] == value for key, value in found.items())
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_pages_of_the_whole_ring_are_locked_once_and_unlocked(index: ShardIndex, workers: int,
+                                                                  success: bool) -> None:
+    """And a batch with gaps, which is a copy, locks nothing. Where it fails, nothing is unlocked."""
+    dataset = BatchDataset(ExactSource(index, EpochPlan(72, 8, 1, 0, 1, 0, -1)), Mix("none", 8, max(workers, 1), 0),
+                           classified(Fields(), index), ImageTransform(32))
+    calls: list[tuple] = []
+    cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostUnregister=lambda *args: calls.append(args),
+                             cudaHostRegister=lambda *args: calls.append(args) or int(not success))
+    lock = PageLock(cudart)
+    for batch in Loader(dataset, workers):
+        lock.take(batch.image[torch.tensor([0])])
+        lock.take(batch.image)
+    lock.release()
+    lock.release()
+    ring = dataset.ring
+    assert calls == [(ring.data_ptr(), ring.numel(), 0), (ring.data_ptr(),)][: 1 + success]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: page-locking and copying ahead need one")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_reach_a_gpu_as_they_are(index: ShardIndex, workers: int) -> None:
+    """While the workers go on filling the ring. A second lock of the same pages fails, and that goes unnoticed."""
+    def batches() -> Iterator[Batch]:
+        return iter(Loader(BatchDataset(ExactSource(index, plan), Mix("none", 4, max(workers, 1), 0), fields,
+                                        ImageTransform(32, "center")), workers))
+
+    plan, fields, device = EpochPlan(72, 4, 1, 0, 1, 0, -1), classified(Fields(), index), torch.device("cuda", 0)
+    expected, found, lock = pixels(batches()), {}, PageLock(torch.cuda.cudart())
+    for batch in on_device(batches(), device):
+        assert batch.image.is_cuda and batch.label.is_cuda
+        torch.cuda._sleep(10_000_000)  # cycles that the GPU lags behind
+        found.update(pixels([replace(batch, image=batch.image.clone().cpu())]))
+    assert found == expected
+    ring = torch.zeros(1 << 20, dtype=torch.uint8).share_memory_()
+    lock.take(ring)
+    other = PageLock(torch.cuda.cudart())
+    other.take(ring)
+    assert lock.pointer == ring.data_ptr() and not other.pointer and ring.is_pinned()
+    assert torch.ones(2, device=device).sum().item() == 2
+    lock.release()
+    assert not ring.is_pinned()
+
+
+@pytest.mark.parametrize("sampling", ["split", "resampled"])
+def test_mixing_joins_the_classes_of_shards_of_one_class_each(tmp_path: Path, sampling: str) -> None:
+    """Eight workers, batches of eight, the shards' own order: half as many classes a batch, one without mixing."""
+    for label in range(16):
+        write_tar(tmp_path / f"t-{label:02d}.tar", [
+            (f"{label:02d}{number:02d}.{name}", data) for number in range(16)
+            for name, data in (("jpg", jpeg(0, number)), ("cls", b"%d" % label))])
+    shards, mean = ShardIndex.open([str(tmp_path)]), {}
+    source = StreamSource(shards, EpochPlan(256, 8, 1, 0, 1, 0, -1, drop_last=True), sampling == "resampled")
+    for mix in ("none", "pooled", "shuffle", "queue"):
+        mixed = BatchDataset(source, Mix(mix, 8, 8, 0), classified(Fields(), shards), ImageTransform(32))
+        classes = []
+        for batch in Loader(mixed, 8):
+            time.sleep(0.02)  # a step, in which more gets ready
+            classes.append(len(set(batch.label.tolist())))
+            assert len(batch) == 8 and batch.label.tolist() == [int(shard[2:]) for shard in batch.shard]
+        mean[mix] = sum(classes) / len(classes)
+        assert len(classes) == 32
+    assert mean["none"] == 1 and min(mean["pooled"], mean["shuffle"], mean["queue"]) >= 4, mean
+
+
+def test_the_last_worker_of_a_queue_overwrites_nothing(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for more pieces at once when the others have ended, and some of its batches have gaps."""
+    fill = BatchDataset._fill
+
+    def slowly(self: BatchDataset, made: Made, piece: Any, samples: Any, worker: int, number: int) -> None:
+        time.sleep(0.04 * (worker == 0 and number < 12))
+        fill(self, made, piece, samples, worker, number)
+
+    monkeypatch.setattr(BatchDataset, "_fill", slowly)
+    fields, center = classified(Fields(), index), ImageTransform(32, "center")
+    alone = BatchDataset(ExactSource(index, EpochPlan(72, 2, 1, 0, 1, 0, -1)), Mix("none", 2, 1, 0), fields, center)
+    expected = pixels(Loader(alone, 0))
+    source = StreamSource(index, EpochPlan(144, 6, 1, 0, 1, 0, 10, drop_last=True), resampled=True)
+    found = pixels(Loader(BatchDataset(source, Mix("queue", 6, 3, 0), fields, center), 3), 0.02)
+    assert len(found) >= 18 and all(expected[key] == value for key, value in found.items())
 
 
 def test_what_a_queued_batch_left_out_is_counted() -> None:

@@ -127,6 +127,23 @@ def test_a_row_has_means_over_images_and_rates_over_time(tmp_path: Path) -> None
     assert (bench.rows()[1]["images_per_second"], bench.rows()[1]["data_wait"]) == (2.0, 0.1)
 
 
+def test_where_no_step_was_timed_there_are_no_rates(tmp_path: Path) -> None:
+    """The first step of a start is not, since its wait is that of a cold start: a rate of 0.0 would be a lie."""
+    bench = Bench(tmp_path, steps_per_epoch=1)
+    bench.now += 1
+    bench.step(1)
+    bench.now += 1
+    bench.step(2, num_images=6, wait_seconds=0.25)
+    bench.report.close()
+    first, second = bench.rows()
+    assert not {"images_per_second", "data_wait"} & set(first)
+    assert (second["images_per_second"], second["data_wait"]) == (3.0, 0.125)
+    assert bench.lines() == ["epoch 0, step 1: loss 2.0000, top1 50.00 %, lr 0.1",
+                             "epoch 1, step 2: loss 2.0000, top1 50.00 %, lr 0.1, 3.0 images/s, "
+                             "waiting for input 12%"]
+    assert steps_of(tmp_path) == [1, 2] and steps_of(tmp_path, "train/data_wait") == [2]
+
+
 def test_time_between_epochs_is_not_training_time(tmp_path: Path) -> None:
     bench = Bench(tmp_path, steps_per_epoch=2)
     bench.step(1)

@@ -17,7 +17,7 @@ from common import checkpoint, dataset, shard_reader
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
-from tests.helpers import run, write_shards
+from tests.helpers import rows, run, write_shards
 from tests.kill_runs import differences, effective, same
 
 DEVICE = torch.device("cpu")
@@ -74,8 +74,38 @@ def test_a_resumed_run_is_the_one_never_stopped(folder: Path, mode: str) -> None
     for max_steps in (2, 7, 10, 14):
         parts = train(folder, f"{mode} parts", *flags, "--max_steps", max_steps, "--resume", "auto")
     assert json.loads((parts / "status.json").read_text())["attempt"] == 3
-    # A run that ends at --max_steps in mid-epoch is validated there, one that never stops is not.
-    assert [found for found in differences(parts, whole) if found not in ("metrics", "best.pt: model")] == []
+    # A run that ends at --max_steps in mid-epoch is validated there, and that may be its best.
+    assert [found for found in differences(parts, whole)
+            if found not in ("metrics", "last.pt: best_top1") and not found.startswith("best.pt")] == []
+    for output in (parts, whole):
+        best = max(row["top1"] for row in rows(output / "metrics.jsonl") if row["kind"] == "val")
+        saved = [torch.load(output / name, weights_only=True)["best_top1"] for name in ("best.pt", "last.pt")]
+        assert saved == [best, best], output
+
+
+def test_where_max_steps_ends_a_run_in_mid_epoch_the_best_is_kept(folder: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before any of its three saves, and started again: the same files. Then nothing more comes of a start."""
+    flags = ("-w", 0, "--max_steps", 3)
+    whole, save, names = train(folder, "short", *flags), checkpoint.save, []
+    assert torch.load(whole / "best.pt", weights_only=True)["progress"]["step"] == 3
+
+    def killed(path: Path, state: dict) -> None:
+        names.append(path.name)
+        if names.count("killed") < 3 and len(names) in (1, 4, 7):
+            names.append("killed")
+            raise KeyboardInterrupt
+        save(path, state)
+
+    monkeypatch.setattr(checkpoint, "save", killed)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, "short killed", *flags, "--resume", "auto")
+    for _ in range(2):
+        parts = train(folder, "short killed", *flags, "--resume", "auto")
+        assert list(differences(parts, whole)) == []
+    assert names == ["last.pt", "killed", "last.pt", "best.pt", "killed", "best.pt", "last.pt", "killed", "best.pt",
+                     "last.pt"]
 
 
 def test_a_stop_before_validation_resumes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

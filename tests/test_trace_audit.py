@@ -228,6 +228,8 @@ def test_batches_are_described(tmp_path):
     run = make_run(tmp_path, "split", SIZES, [Start(1, 4)], num_workers=3, shuffle=-1, num_epochs=1, mix="pooled")
     epoch = judge(run).epochs[0]
     assert (epoch.workers_per_batch, epoch.shards_per_batch) == (3.0, 3.0)
+    batches = [row["label"] for row in run.rows[0]]
+    assert epoch.classes_per_batch == sum(len(set(labels)) for labels in batches) / len(batches) > 1
     assert sum(epoch.labels.values()) == 20
 
 
