@@ -46,13 +46,13 @@ def split_coverage(shard_sizes: Sequence[int] | np.ndarray, shard_order: Sequenc
 
     `shard_order` is the epoch's order of shards, `batch_size` that of one rank. `steps` is the epoch's number of steps,
     or the range of the run's steps that they are: step t of a rank is made by its worker t % W. `pooled`
-    (`--mix pooled`) takes a part of every batch from each worker instead. Raises ValueError where a worker would have
-    nothing to read.
+    (`--mix pooled` or `queue`) takes a part of every batch from each worker instead. Raises ValueError where a worker
+    would have nothing to read.
 
     With `--shuffle -1` this says which samples, too: the ends of some workers' shards are missed, the beginnings of
     others' repeated. A shuffle buffer changes which, but not how many, since each pass over a worker's shards empties
     it: a whole pass gives every sample once, and a pass cut short gives distinct ones. `--mix shuffle` changes only
-    where a sample goes; with `--mix queue` the numbers are near the truth, as neighbouring epochs may swap batches.
+    where a sample goes; with `--mix queue` the numbers are near the truth: a part that is late goes into a later batch.
     """
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     numbers = range(steps) if isinstance(steps, int) else steps

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from common.coverage import split_order
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError, lost_sample
 from common.mixing import Mix, Piece, Row
+from common.remarks import remarks
 from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
 from common.shard_reader import NUM_VALID, ShardReader
 from common.shards import ShardIndex
@@ -37,7 +38,16 @@ from common.transforms import ImageTransform, Prepared
 from common.urls import shown
 
 Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's augmentation comes from, and the sample
-Ready = tuple[Row, RawSample, int, Prepared | Exception]  # a sample that is labelled, or why it cannot be
+
+
+class Ready(NamedTuple):
+    """A sample before its pixels are made, or why they cannot be, and where they go."""
+
+    slot: int
+    row: Row
+    sample: RawSample
+    label: int
+    prepared: Prepared | Exception
 
 
 @dataclass(frozen=True)
@@ -240,49 +250,62 @@ class BatchDataset(IterableDataset):
 
     def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Decode each sample into its row of its batch."""
-        rows: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
-        queue, places = self.mixing.kind == "queue", piece.rows
-        if queue:  # which batch it becomes a part of is not known yet
-            slot, first = self.mixing.queue_place(worker, number, len(self.ring))
-            places = [(piece.step.global_step, first + i) for i in range(len(places))]
-        wanted = zip(places, samples, strict=False)
+        images: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
+        slot, places = self._places(piece, worker, number)
+        made.slots = [slot]
         with torch.inference_mode():
-            for (step, row), sample, label, prepared in self._prepared(wanted):
-                slot = slot if queue else self.slot(step, worker, number)
-                if slot not in rows:
-                    rows[slot] = as_images(self.ring[slot]).unbind()
-                try:
-                    if isinstance(prepared, Exception):
-                        raise prepared
-                    self.transform.finish(prepared, rows[slot][row])
-                except (SampleError, ValueError) as error:
-                    cause = getattr(error, "cause", "bad image")
-                    self._refuse(made, SkippedSample(cause, str(error), sample.shard, sample.count, sample.key))
-                    continue
-                made.rows.append((step, row))
-                made.label.append(label)
-                made.shard.append(sample.shard)
-                made.count.append(sample.count)
-                made.key.append(sample.key)
-        made.slots = [slot if queue else self.slot(piece.step.global_step, worker, number)]
+            for group in self._prepared(zip(places, samples, strict=False)):
+                with remarks():  # around each image's own: see there
+                    for ready in group:
+                        if ready.slot not in images:
+                            images[ready.slot] = as_images(self.ring[ready.slot]).unbind()
+                        self._finish(made, ready, images[ready.slot][ready.row[1]])
 
-    def _prepared(self, wanted: Iterator[tuple[Row, Keyed]]) -> Iterator[Ready]:
+    def _places(self, piece: Piece, worker: int, number: int) -> tuple[int, list[tuple[int, Row]]]:
+        """The slot that the main process is told of, and for each sample the slot and the row to write to.
+
+        With `queue` it is not known yet which batch the piece becomes a part of.
+        """
+        step = piece.step.global_step
+        if self.mixing.kind == "queue":
+            slot, first = self.mixing.queue_place(worker, number, len(self.ring))
+            return slot, [(slot, (step, first + i)) for i in range(len(piece.rows))]
+        return self.slot(step, worker, number), [(self.slot(row[0], worker, number), row) for row in piece.rows]
+
+    def _prepared(self, wanted: Iterator[tuple[tuple[int, Row], Keyed]]) -> Iterator[list[Ready]]:
         """Read and label a few samples before their pixels are made: decoding leaves nothing of this code in the
         processor's caches, so that it would be several times slower image by image."""
         ready: list[Ready] = []
-        for row, (key, sample) in wanted:
+        for (slot, row), (key, sample) in wanted:
             prepared = None
             try:
                 sample.check()
                 label = self.fields.label(sample)
                 prepared = self.transform.prepare(self.fields.image(sample), key)
-                ready.append((row, sample, label, prepared))
+                ready.append(Ready(slot, row, sample, label, prepared))
             except (SampleError, ValueError) as error:
-                ready.append((row, sample, -1, error))
+                ready.append(Ready(slot, row, sample, -1, error))
             if len(ready) == NUM_VALID or prepared is not None and prepared.picture.is_decoded:  # a PNG: megabytes
-                yield from ready
-                ready.clear()
-        yield from ready
+                yield ready
+                ready = []
+        yield ready
+
+    def _finish(self, made: Made, ready: Ready, out: torch.Tensor) -> None:
+        """Write the pixels of one sample and note it, or note why it cannot be used."""
+        sample, prepared = ready.sample, ready.prepared
+        try:
+            if isinstance(prepared, Exception):
+                raise prepared
+            self.transform.finish(prepared, out)
+        except (SampleError, ValueError) as error:
+            cause = getattr(error, "cause", "bad image")
+            self._refuse(made, SkippedSample(cause, str(error), sample.shard, sample.count, sample.key))
+            return
+        made.rows.append(ready.row)
+        made.label.append(ready.label)
+        made.shard.append(sample.shard)
+        made.count.append(sample.count)
+        made.key.append(sample.key)
 
     def slot(self, global_step: int, worker: int, number: int) -> int:
         """Where in the ring a batch lies: where a batch is one worker's, that worker has slots of its own."""

@@ -12,13 +12,9 @@ size, which the JPEG format allows at little cost.
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,11 +24,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.picture import Box, DecodeError, check_size, exif_orientation, open_with_pillow
+from common.remarks import remarks
 
-# libjpeg goes on after damage, fills what it lacks with gray, and says so on stderr, once an image. Pixels are wrong
-# after some of its remarks; after others (bytes that nothing needs, an odd version number) they are not.
-_REMARK = re.compile(rb"Corrupt JPEG|Premature end of JPEG|Inconsistent progression|Invalid SOS|Unknown Adobe|"
-                     rb"Warning: unknown JFIF|Application transferred")
+# Pixels are wrong after some remarks; after others (bytes that nothing needs, an odd version number) they are not.
 _DAMAGE = re.compile(rb"Premature end|bad (Huffman|arithmetic) code|instead of RST", re.IGNORECASE)
 _ODD = re.compile(rb"extraneous bytes|Inconsistent progression|Invalid SOS")  # maybe damage: for checks alone
 _SEGMENT = struct.Struct(">HH")  # marker, length
@@ -100,7 +94,7 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
 
 def decode_all(data: memoryview, header: Header) -> Tensor:
     """The whole stored image, uint8 (3, height, width), channels-last. Raises DecodeError."""
-    with _stderr_caught() as said:
+    with remarks() as said:
         pixels = _decode_all(data, header)
     _refuse(said, _DAMAGE)
     if said and _has_hole(data, header):
@@ -138,7 +132,7 @@ def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:
     if native is None or shorter is None:
         return decode_all(data, header)
     try:
-        with _stderr_caught() as said:
+        with remarks() as said:
             pixels = native(torch.frombuffer(shorter, dtype=torch.uint8))
     except RuntimeError:
         return decode_all(data, header)
@@ -149,7 +143,7 @@ def decode_top(data: memoryview, header: Header, bottom: int) -> Tensor:
 def check(data: memoryview) -> None:
     """Decode the whole image. Raises DecodeError for what training refuses, and for bytes within it that nothing
     needs: they may be what damage left."""
-    with _stderr_caught() as said:
+    with remarks() as said:
         _decode_all(data, read_header(data))
     _refuse(said, _DAMAGE)
     _refuse(said, _ODD)
@@ -213,36 +207,3 @@ def _native_decoder() -> Callable[[Tensor], Tensor] | None:
         return None
     return lambda data: operator(data, 3)  # 3: as RGB
 
-
-@contextmanager
-def _stderr_caught() -> Iterator[bytearray]:
-    """Catch what libjpeg writes to file descriptor 2, one thread at a time; costs 3 µs. The bytes are there when the
-    block is left. What others wrote meanwhile comes out then."""
-    said = bytearray()
-    catcher, lock = _catcher(os.getpid())
-    with lock:
-        real = os.dup(2)  # anew each time: a launcher or a test may have moved it
-        os.dup2(catcher, 2)
-        try:
-            yield said
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
-            num_bytes = os.lseek(catcher, 0, os.SEEK_CUR)  # what was there before is written over
-            if num_bytes:
-                os.lseek(catcher, 0, os.SEEK_SET)
-                for line in os.pread(catcher, num_bytes, 0).splitlines(keepends=True):
-                    if _REMARK.match(line):
-                        said += line
-                    else:
-                        os.write(2, line)
-
-
-@lru_cache(maxsize=1)
-def _catcher(pid: int) -> tuple[int, threading.Lock]:
-    """An unnamed file of this process alone (a forked child would share the place where its parent writes), and its
-    lock."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("stderr"), threading.Lock()
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno()), threading.Lock()

@@ -44,7 +44,7 @@ class Run:
     num_steps: int  # of the whole run
     save_every: int | None
     profile: bool = False
-    stop_file_seconds: float = 0.0  # when it was last looked for
+    stop_looked_for_at: float = 0.0  # when the file `stop` was
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Take model, optimiser and scaler from a checkpoint. Raises UserError where they do not fit."""
@@ -175,8 +175,8 @@ def save(run: Run, name: str) -> None:
 def asked_to_stop(run: Run) -> bool:
     """Whether this rank knows of a signal, or rank 0 of a file `stop` in the run's folder, looked for each second."""
     now = time.monotonic()
-    if run.world.is_main and now - run.stop_file_seconds >= 1.0:
-        run.stop_file_seconds = now
+    if run.world.is_main and now - run.stop_looked_for_at >= 1.0:
+        run.stop_looked_for_at = now
         run.stop.requested = run.records.folder.stop_requested() or run.stop.requested
     return run.stop.requested
 

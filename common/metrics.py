@@ -134,7 +134,3 @@ class ConfusionMatrix:
     @property
     def num_samples(self) -> int:
         return int(self.table.sum())
-
-    def per_class_accuracy(self) -> Tensor:
-        """Percent, float64, (C,): of each label's samples, those answered with it. NaN for a class without samples."""
-        return 100.0 * self.counts.diagonal().double() / self.table.sum(dim=1)

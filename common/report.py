@@ -83,7 +83,7 @@ def main_only(method: Callable[Concatenate[Report, P], None]) -> Callable[Concat
 
 
 class Report:
-    """Rank 0 draws and writes; on other ranks all but `error_line` does nothing. A context manager that closes."""
+    """Rank 0 draws and writes; on other ranks it does nothing. A context manager that closes."""
 
     def __init__(self, settings: ReportSettings):
         self.settings = settings
@@ -134,10 +134,6 @@ class Report:
     def note(self, text: str) -> None:
         """Print a line."""
         self._screen.line(text)
-
-    def error_line(self, text: str) -> None:
-        """Print `error: text` on stderr, as one line, from whichever rank calls."""
-        self._screen.line("error: " + " ".join(text.split()), is_error=True)
 
     @main_only
     def config(self, config: Mapping[str, Any]) -> None:

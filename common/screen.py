@@ -49,14 +49,13 @@ class Screen:
             self._batches = None
             self._epochs.update(num_done - self._epochs.n)
 
-    def line(self, text: str, is_error: bool = False) -> None:
+    def line(self, text: str) -> None:
         """Print one or more whole lines, above the bars where there are any. A log that is gone ends no run."""
-        stream = self.terminal if is_error else self.text
-        encoding = getattr(stream, "encoding", None) or "utf-8"
+        encoding = getattr(self.text, "encoding", None) or "utf-8"
         text = "\n".join(text.splitlines()).encode(encoding, "backslashreplace").decode(encoding)
-        with tqdm.external_write_mode(file=stream), suppress(OSError):
-            stream.write(text + "\n")
-            stream.flush()
+        with tqdm.external_write_mode(file=self.text), suppress(OSError):
+            self.text.write(text + "\n")
+            self.text.flush()
 
     def close(self) -> None:
         """Leave the terminal as a finished program should. May be called twice."""

@@ -30,24 +30,22 @@ def trace_path(output: str | Path, rank: int) -> Path:
 
 
 class Trace:
-    """One rank's record. `output` is the run's folder; None records nothing (`--trace print` alone).
+    """One rank's record. `output` is the run's folder.
 
     A row costs 60 µs for 64 samples. It is one write at the end of the file, so a killed run leaves whole rows and
     at most one torn one, which the next start cuts off.
     """
 
-    def __init__(self, output: str | Path | None, attempt: int, rank: int, world_size: int):
+    def __init__(self, output: str | Path, attempt: int, rank: int, world_size: int):
         self.attempt, self.rank, self.world_size = attempt, rank, world_size
-        self.path = trace_path(output or "", rank)
-        self._file = None if output is None else _open_for_append(self.path)
+        self.path = trace_path(output, rank)
+        self._file = _open_for_append(self.path)
 
     def save(self, batch: Batch, device: str, replica: Sequence[int]) -> None:
         """Add the row of a batch. `replica` (n,) is the DP replica of each sample; rows that only pad have no entry.
 
         Every rank calls it for every step, also with a batch of no samples. Raises UserError when the disk is full.
         """
-        if self._file is None:
-            return
         num_samples = len(batch.key)
         row = {
             "attempt": self.attempt, "epoch": batch.step.epoch, "step": batch.step.step,
@@ -65,9 +63,7 @@ class Trace:
 
     def close(self) -> None:
         """Let go of the file. A row is complete without it."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        os.close(self._file)
 
 
 def _open_for_append(path: Path) -> int:

@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from common import jpeg, picture
 from common.decode import DecodeError, check_image, decode_image, open_image
 from common.picture import MAX_PIXELS, Box, exif_orientation
+from common.remarks import remarks
 
 LOSSLESS = {"PNG": {}, "BMP": {}, "TIFF": {"compression": "tiff_lzw"}, "WEBP": {"lossless": True}}
 # A gray slope of 16 x 16 pixels with arithmetic coding, which Pillow reads but does not write
@@ -453,9 +454,24 @@ def test_harmless_remarks_are_for_checks_alone(capfd: pytest.CaptureFixture[str]
         check_image(longer)
     check_image(data.replace(b"JFIF\0\1\1", b"JFIF\0\2\0"))
     assert capfd.readouterr().err == ""
-    with jpeg._stderr_caught() as said:
+    with remarks() as said:
         os.write(2, b"a thread's line\nCorrupt JPEG data: bad Huffman code\n")
     assert said == b"Corrupt JPEG data: bad Huffman code\n" and capfd.readouterr().err == "a thread's line\n"
+
+
+def test_blocks_of_remarks_may_be_nested(capfd: pytest.CaptureFixture) -> None:
+    said = []
+    with remarks() as outer:
+        for number in range(2):
+            os.write(2, b"Corrupt JPEG data: outside\n")
+            with remarks() as inner:
+                os.write(2, b"Corrupt JPEG data: %d\nother %d\n" % (number, number))
+            said.append(bytes(inner))
+        assert capfd.readouterr().err == "other 0\nother 1\n"
+    assert said == [b"Corrupt JPEG data: 0\n", b"Corrupt JPEG data: 1\n"]
+    assert outer == b"Corrupt JPEG data: outside\n" * 2
+    os.write(2, b"back\n")
+    assert capfd.readouterr().err == "back\n"
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_rows": 1}])

@@ -208,8 +208,6 @@ def test_other_ranks_are_silent_and_touch_no_file(tmp_path: Path) -> None:
         report.confusion(np.eye(2, dtype=int), None, 1)
         report.figure("x", object(), 1)
     assert bench.text.getvalue() == bench.terminal.getvalue() == "" and not (tmp_path / "never made").exists()
-    report.error_line("shard\rx;\n  here")
-    assert bench.terminal.getvalue() == "error: shard x; here\n"
 
 
 def test_a_log_has_no_carriage_return(tmp_path: Path) -> None:
@@ -369,10 +367,10 @@ def test_lines_stand_above_the_bars(tmp_path: Path) -> None:
     for step in range(1, 4):
         bench.step(step)
     bench.report.note("something happened")
-    bench.report.error_line("something else")
+    bench.report.note("something else")
     bench.report.close()
     drawn = read_terminal(master, terminal)
-    for text in ("something happened", "error: something else"):
+    for text in ("something happened", "something else"):
         assert re.search(rf"\r(\x1b\[A)?{text}\r\n", drawn)
     assert "lr 0.1" not in drawn  # the bars say it
 

@@ -93,14 +93,6 @@ def test_a_killed_run_leaves_whole_rows(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == list(range(50))
 
 
-def test_without_a_folder_nothing_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trace = Trace(None, 0, 0, 1)
-    trace.save(make_batch(["a"]), "cpu", [0])
-    trace.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch):
     trace = Trace(tmp_path, 0, 0, 1)
     monkeypatch.setattr(os, "write", lambda file, data: len(data) - 1)
