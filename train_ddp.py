@@ -13,22 +13,22 @@ import dataclasses
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from common.access.storage import Storage
 from common.assembly import check_apart, choose_seed, make_validation, open_run, open_shards, train_loader
 from common.config import TrainConfig
-from common.device_settings import set_up_device, with_sync_bn
 from common.distributed import World, choose_devices, process_group
 from common.dummy import dummy_index
 from common.entry import run_script
 from common.examination import examine, trained_weights
 from common.fields import Fields
+from common.launching.device_settings import set_up_device, with_sync_bn
+from common.launching.nodes import check_same_settings
 from common.loop import Run, State, fit
 from common.model import Normalized, build_model
-from common.nodes import check_same_settings
 from common.optim import amp_dtype, build_optimizer, grad_scaler
 from common.plan import Plan
-from common.records import keep_records
+from common.running.records import keep_records
 from common.step import Recipe, Stepper
-from common.storage import Storage
 from common.transforms import ImageTransform
 from common.watch import make_watch
 

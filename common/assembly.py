@@ -17,21 +17,21 @@ from typing import Any
 from tqdm import tqdm
 
 from common import checkpoint, dummy
+from common.access.storage import Storage
 from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
 from common.distributed import World
 from common.dummy import DummySource, Noise
 from common.evaluation import Validation
-from common.failure import SharedError
 from common.fields import Fields
+from common.launching.failure import SharedError
+from common.launching.nodes import check_shards
 from common.loader import Loader
 from common.mixing import Mix
-from common.nodes import check_shards
 from common.plan import Plan
-from common.relaunch import agent_name, is_restart
-from common.run_folder import RunFolder
+from common.running.relaunch import agent_name, is_restart
+from common.running.run_folder import RunFolder
 from common.sampling import Progress, num_steps
 from common.shards import ShardIndex
-from common.storage import Storage
 from common.transforms import ImageTransform
 
 Saved = dict[str, Any]

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> dict:
     if args.plan:  # needs no torch
-        from common.benchmark_plan import show_plan
+        from common.benchmarks.plan import show_plan
 
         return show_plan(
             args.shards,
@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> dict:
             args.seed,
             (args.rank, args.worker, args.epoch, max(args.step or 0, 0)),
         )
-    from common.benchmark_loader import Input, show_loader
+    from common.benchmarks.loader import Input, show_loader
 
     data = Input.open(
         args.shard_path,
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> dict:
         seed=args.seed,
     )
     if args.step is not None:
-        from common.benchmark_step import show_step
+        from common.benchmarks.step import show_step
 
         return show_step(data, args.num_workers[-1], args.arch, args.amp, args.device, args.num_steps)
     return show_loader(data, args.num_workers, args.images, args.device, args.trace)

@@ -21,16 +21,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.access.storage import Storage
+from common.access.urls import shown
+from common.checking.shard_check import CheckJob, Problem, ShardReport, check_shard, shown_problem
 from common.errors import UserError
 from common.fields import Fields
 from common.files import write_atomic
+from common.indexing.info import INFO, Info, check_totals, write_info
+from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
-from common.shard_check import CheckJob, Problem, ShardReport, check_shard, shown_problem
-from common.shard_info import INFO, Info, check_totals, write_info
-from common.shard_paths import SUFFIXES, expand, gaps, shard_names
 from common.shards import basename, folder_of, known_classes, read_any_info
-from common.storage import Storage
-from common.urls import shown
 
 NUM_SHOWN = 20  # problems of one cause that are printed
 

@@ -23,19 +23,19 @@ import webdataset as wds
 from torch.utils.data import IterableDataset, get_worker_info
 
 from common import sampling
+from common.access.urls import shown
 from common.collate import Made, SkippedSample, as_images
 from common.coverage import split_order
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError, lost_sample
+from common.images.remarks import remarks
+from common.indexing.reader import NUM_VALID, ShardReader
 from common.mixing import Mix, Piece, Row
-from common.remarks import remarks
 from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
-from common.shard_reader import NUM_VALID, ShardReader
 from common.shards import ShardIndex
-from common.tar_index import TornTar
-from common.tar_stream import stream_samples
+from common.tars.index import TornTar
+from common.tars.stream import stream_samples
 from common.transforms import ImageTransform, Prepared
-from common.urls import shown
 
 Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's augmentation comes from, and the sample
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.failure import RankError, SharedError, explain, leave, own_error
-from common.launch_env import Launch, tasks_without_srun
-from common.rendezvous import meet
+from common.launching.failure import RankError, SharedError, explain, leave, own_error
+from common.launching.launch_env import Launch, tasks_without_srun
+from common.launching.rendezvous import meet
+from common.launching.threads import own_seat, share_cores
 from common.stop import StopSignals
-from common.threads import own_seat, share_cores
 
 T = TypeVar("T")
 STOP_SECONDS = 15.0  # that a rank asked to stop goes on waiting for the others at the start

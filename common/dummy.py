@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from common.dataset import ExactSource, Keyed
-from common.decode import Data, Picture
 from common.fields import Fields, RawSample
+from common.images.decode import Data, Picture
+from common.indexing.reader import ShardReader
 from common.sampling import AUGMENT, EpochOrder, deal, mix
-from common.shard_reader import ShardReader
 from common.shards import ShardIndex
 from common.transforms import ImageTransform, Prepared
 

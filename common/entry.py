@@ -17,8 +17,8 @@ from contextlib import suppress
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import UsageError, UserError
-from common.failure import RankError, SharedError
-from common.launch_env import is_first
+from common.launching.failure import RankError, SharedError
+from common.launching.launch_env import is_first
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from common.collate import Batch
 from common.distributed import World
-from common.error_log import ErrorLog
-from common.failure import SharedError
+from common.launching.failure import SharedError
 from common.loader import on_device
 from common.metrics import BatchSums, ConfusionMatrix, batch_sums, gather_batch_sums, summarise
 from common.model import normalize
 from common.optim import autocast
 from common.predictions import Predictions
+from common.running.error_log import ErrorLog
 from common.step import Recipe
 
 

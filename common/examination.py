@@ -15,11 +15,11 @@ from torch import nn
 
 from common import checkpoint
 from common.distributed import World
-from common.error_log import ErrorLog
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
-from common.failure import SharedError
+from common.launching.failure import SharedError
 from common.predictions import Predictions, skipped_path
+from common.running.error_log import ErrorLog
 from common.step import Recipe
 from common.stop import StopSignals
 

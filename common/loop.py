@@ -17,14 +17,14 @@ from common.collate import Batch
 from common.distributed import World
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
-from common.failure import SharedError
+from common.launching.failure import SharedError
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
 from common.profiling import profiled
-from common.records import Records
-from common.resume import take_over
+from common.running.records import Records
+from common.running.resume import take_over
+from common.running.state import State
 from common.sampling import Progress
-from common.state import State
 from common.step import Outcome, Stepper
 from common.stop import StopSignals
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.image_files import VERIFY
-from common.manifest import MANIFESTS, from_manifest
 from common.processes import available_cpus, run_jobs
-from common.shard_output import (
+from common.writing.image_files import VERIFY
+from common.writing.manifest import MANIFESTS, from_manifest
+from common.writing.output import (
     REJECTED,
     Summary,
     finish,
@@ -35,10 +35,10 @@ from common.shard_output import (
     summarize,
     write_partial,
 )
-from common.shard_plan import Plan, PlanOptions, make_plan
-from common.shard_writer import GO_ON, Record, ShardJob, input_stamp, read_record, write_shard
-from common.sources import READABLE, Source, from_folder
-from common.torchvision_source import from_torchvision
+from common.writing.shard_plan import Plan, PlanOptions, make_plan
+from common.writing.sources import READABLE, Source, from_folder
+from common.writing.torchvision_source import from_torchvision
+from common.writing.writer import GO_ON, Record, ShardJob, input_stamp, read_record, write_shard
 
 TORCHVISION = "torchvision:"
 ADVICE = "SRC is a folder with one subfolder per class, a .csv or .jsonl manifest, or torchvision:NAME"
@@ -119,7 +119,7 @@ def _write(plan: Plan, numbers: Sequence[int], num_workers: int) -> Summary:
     print(f"{total} images, {plan.source.num_classes} classes -> {len(numbers)} shards in "
           f"{', '.join(map(str, plan.folders))}; processes: {max(num_workers, 1)}", flush=True)
     if plan.options.verify == "full":
-        import common.decode  # noqa: F401  PyTorch: once here, so that the processes share it
+        import common.images.decode  # noqa: F401  PyTorch: once here, so that the processes share it
     records: list[Record] = []
     with tqdm(total=total, unit=" images", disable=None) as bar:  # None: no bar where stderr is no terminal
 

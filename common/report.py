@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.metrics_file import MetricsFile
-from common.period import Period, memory
+from common.reporting.metrics_file import MetricsFile
+from common.reporting.period import Period, memory
+from common.reporting.screen import Screen
+from common.reporting.tensorboard import TensorBoard
 from common.sampling import Progress
-from common.screen import Screen
-from common.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

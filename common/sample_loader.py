@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from common.access.storage import Storage
 from common.assembly import make_source
 from common.collate import Made
 from common.dataset import BatchDataset, ExactSource, Source
-from common.decode import decode_image
 from common.distributed import World
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
+from common.images.decode import decode_image
+from common.indexing.reader import ShardReader
 from common.loader import Loader
 from common.mixing import Mix
 from common.plan import Plan
 from common.sampling import Progress, Step
-from common.shard_reader import ShardReader
 from common.shards import ShardIndex
-from common.storage import Storage
 from common.transforms import ImageTransform
 
 __all__ = ["SampleLoader", "decode_image", "load_json", "load_numpy", "load_torch"]

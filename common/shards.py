@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
+from common.access.storage import Storage
+from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
 from common.fields import Fields
+from common.indexing.info import INFO, Info, check_totals, parse_info, read_info, write_info
+from common.indexing.paths import expand, gaps, shard_names
+from common.indexing.scan import Scan, ScanJob, scan_shard
 from common.processes import available_cpus, run_jobs
-from common.shard_info import INFO, Info, check_totals, parse_info, read_info, write_info
-from common.shard_paths import expand, gaps, shard_names
-from common.shard_scan import Scan, ScanJob, scan_shard
-from common.storage import Storage
-from common.tar_index import has_end_mark
-from common.urls import is_command, is_remote, shown
+from common.tars.index import has_end_mark
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what takes long, such as tqdm
 

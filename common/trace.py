@@ -110,9 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from common.trace_audit import audit
-    from common.trace_canvas import Canvas
-    from common.trace_run import Run
+    from common.tracing.audit import audit
+    from common.tracing.canvas import Canvas
+    from common.tracing.run import Run
 
     if args.plot and os.path.isdir(args.plot):
         raise UserError(f"a folder, not a file; --plot {args.plot}; give a FILE.png in it")
@@ -121,7 +121,7 @@ def _report(args: argparse.Namespace) -> int:
     report = audit(run, canvas)
     print(json.dumps(report.as_dict()) if args.json else report.text())
     if canvas is not None:
-        from common.trace_plot import paint, save, title_of
+        from common.tracing.plot import paint, save, title_of
 
         save(paint(canvas, title_of(report)), args.plot)
     return 0 if report.kept else 1

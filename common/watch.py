@@ -13,9 +13,9 @@ from torch import nn
 
 from common.collate import Batch
 from common.data_parallel import current_replica
-from common.records import Records
+from common.running.records import Records
 from common.trace import Trace
-from common.trace_print import TracedModel, TracePrinter
+from common.tracing.printing import TracedModel, TracePrinter
 
 
 class Watch:

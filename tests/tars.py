@@ -12,8 +12,8 @@ import numpy as np
 
 from common.dataset import EpochPlan, StreamSource
 from common.fields import RawSample
+from common.indexing.reader import ShardReader
 from common.mixing import Mix
-from common.shard_reader import ShardReader
 from common.shards import ShardIndex
 from tests.helpers import jpeg
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from common import benchmark
-from common.benchmark_loader import Input, shares, what_limits
-from common.benchmark_stages import STAGES, Clock, stage_seconds
-from common.benchmark_step import verdict_of
+from common.benchmarks.loader import Input, shares, what_limits
+from common.benchmarks.stages import STAGES, Clock, stage_seconds
+from common.benchmarks.step import verdict_of
 from common.sampling import EpochOrder, deal
 from common.transforms import ImageTransform
 from tests.helpers import ROOT, write_shards

@@ -16,9 +16,9 @@ import torch
 from common import checkpoint
 from common.errors import UserError
 from common.plan import Plan
-from common.resume import take_over
+from common.running.resume import take_over
+from common.running.state import State
 from common.shards import ShardIndex
-from common.state import State
 from tests.helpers import ROOT, write_shards
 
 STATE = {name: {} for name in checkpoint.NEEDED}

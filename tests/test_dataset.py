@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.access.storage import Storage
 from common.check_shards import main as check_shards
 from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
 from common.errors import UserError
@@ -25,7 +26,6 @@ from common.loader import Loader
 from common.mixing import Mix
 from common.sampling import num_steps
 from common.shards import ShardIndex
-from common.storage import Storage
 from common.transforms import ImageTransform
 from tests.helpers import jpeg, write_shards
 from tests.tars import files, index_of, write_tar

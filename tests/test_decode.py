@@ -16,10 +16,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from common import jpeg, picture
-from common.decode import DecodeError, check_image, decode_image, open_image
-from common.picture import MAX_PIXELS, Box, exif_orientation
-from common.remarks import remarks
+from common.images import jpeg, picture
+from common.images.decode import DecodeError, check_image, decode_image, open_image
+from common.images.picture import MAX_PIXELS, Box, exif_orientation
+from common.images.remarks import remarks
 
 LOSSLESS = {"PNG": {}, "BMP": {}, "TIFF": {"compression": "tiff_lzw"}, "WEBP": {"lossless": True}}
 # A gray slope of 16 x 16 pixels with arithmetic coding, which Pillow reads but does not write

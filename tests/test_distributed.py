@@ -11,7 +11,7 @@ import torch
 
 from common.distributed import World, _own_device, choose_devices, process_group, single_process
 from common.errors import UserError
-from common.launch_env import Launch
+from common.launching.launch_env import Launch
 from tests.helpers import ROOT, TINY, end, start, write_shards
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 from common.collate import Batch, SkippedSample
 from common.distributed import World
-from common.error_log import ErrorLog, summary
+from common.running.error_log import ErrorLog, summary
 from common.sampling import Step
 from tests.helpers import TINY, jpeg, rows, run, trace, write_shards
 from tests.tars import write_tar

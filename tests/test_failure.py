@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.failure import RankError, SharedError, explain, leave, own_error
-from common.launch_env import Launch
-from common.rendezvous import meet
+from common.launching.failure import RankError, SharedError, explain, leave, own_error
+from common.launching.launch_env import Launch
+from common.launching.rendezvous import meet
 from tests.helpers import end, start
 
 RANK = """
@@ -111,7 +111,7 @@ def test_a_shared_error_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     store, slept = dist.HashStore(), []
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr("common.failure.time.sleep", slept.append)
+    monkeypatch.setattr("common.launching.failure.time.sleep", slept.append)
     for rank in (2, 1, 0):
         assert isinstance(explain(SharedError("on all"), rank=rank, timeout_seconds=7), SharedError)
         leave(rank, 3)

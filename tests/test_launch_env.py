@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import UserError
-from common.launch_env import JOB_PORTS, Launch, first_host, is_first, tasks_without_srun
+from common.launching.launch_env import JOB_PORTS, Launch, first_host, is_first, tasks_without_srun
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
             "MASTER_PORT": "4000", "TORCHELASTIC_RUN_ID": "x"}

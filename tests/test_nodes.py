@@ -10,7 +10,7 @@ import pytest
 
 from common.distributed import World
 from common.errors import UserError
-from common.nodes import check_same_settings, check_shards
+from common.launching.nodes import check_same_settings, check_shards
 
 
 class Ranks:

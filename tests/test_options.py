@@ -21,12 +21,12 @@ from torchvision.models import resnet18
 
 from common.assembly import train_loader
 from common.config import TrainConfig
-from common.device_settings import make_deterministic, set_up_device
 from common.distributed import World, single_process
 from common.dummy import dummy_index
 from common.errors import UsageError, UserError
 from common.evaluation import Validation
 from common.fields import Fields
+from common.launching.device_settings import make_deterministic, set_up_device
 from common.loader import Loader
 from common.model import build_model, normalize
 from common.plan import Plan

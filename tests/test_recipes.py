@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import train_single
-from common import loop, sampling, trace, trace_promise
+from common import loop, sampling, trace
 from common.config import TrainConfig
 from common.distributed import World
+from common.tracing import promise as trace_promise
 from tests.helpers import ROOT, global_batches, jpeg, rows, write_shards
 from tests.tars import write_tar
 

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from common import remote
+from common.access import remote
+from common.access.cache import Cache
+from common.access.remote import open_url
+from common.access.storage import Storage
 from common.assembly import open_shards
-from common.cache import Cache
 from common.distributed import World
 from common.errors import UserError
 from common.fields import Fields
-from common.remote import open_url
 from common.shards import ShardIndex
-from common.storage import Storage
 from tests.helpers import ROOT, TINY, run, trace, write_shards
 from tests.tars import by_position, by_stream, files, write_tar
 
@@ -289,7 +289,7 @@ def test_the_limit_holds_and_what_is_open_stays(tmp_path: Path) -> None:
 
 READ = """
 import sys
-from common.storage import Storage
+from common.access.storage import Storage
 with Storage(cache_dir=sys.argv[1]).held(sys.argv[2]) as (path, file):
     print(len(open(path, "rb").read()))
 """

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.failure import RankError
-from common.launch_env import Launch
-from common.rendezvous import meet
+from common.launching.failure import RankError
+from common.launching.launch_env import Launch
+from common.launching.rendezvous import meet
 
 
 def free_port() -> int:
@@ -104,7 +104,7 @@ def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch, names: dic
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr("socket.gethostbyname", look_up)
-    monkeypatch.setattr("common.rendezvous._host", lambda: "node2")
+    monkeypatch.setattr("common.launching.rendezvous._host", lambda: "node2")
     with pytest.raises(UserError, match=message):
         meet(launch(1, 2, 1, "node1", local_size=1), 1)
 

@@ -24,10 +24,10 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.metrics_file import MetricsFile
 from common.report import Report, ReportSettings
+from common.reporting.metrics_file import MetricsFile
+from common.reporting.tensorboard import PATTERN, accuracy_table, class_accuracy, image_grid
 from common.sampling import Progress
-from common.tensorboard import PATTERN, accuracy_table, class_accuracy, image_grid
 
 ROOT = Path(__file__).parents[1]
 VAL = {"loss": 1.5, "top1": 25.0, "top5": 75.0, "samples": 8, "more": object()}

@@ -107,7 +107,7 @@ def test_torchrun_restarts_its_own_run_without_a_flag(folder: Path, undisturbed:
 def test_a_node_is_lost_and_comes_back(folder: Path) -> None:
     """Two launchers on this machine, each a node; one is killed, the other goes on; one is started again, and joins.
 
-    Each epoch still holds each sample once. torchrun's own store is not shared: see common/rendezvous.py.
+    Each epoch still holds each sample once. torchrun's own store is not shared: see common/launching/rendezvous.py.
     """
     job = Job(folder / "elastic", 1, "exact")
     parts = [part for part in job.line("--report_s", 0.1) if part not in ("--resume", "auto", "--standalone")]

@@ -13,10 +13,11 @@ import torch
 
 import train_dp
 import train_single
-from common import checkpoint, dataset, shard_reader
+from common import checkpoint, dataset
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
+from common.indexing import reader as shard_reader
 from tests.helpers import rows, run, write_shards
 from tests.kill_runs import differences, effective, same
 

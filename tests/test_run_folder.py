@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import relaunch
 from common.assembly import open_run
 from common.distributed import World
 from common.errors import UserError
 from common.files import read_json, write_atomic
 from common.processes import age_seconds
-from common.relaunch import is_restart, launch_name
-from common.run_folder import RunFolder
+from common.running import relaunch
+from common.running.relaunch import is_restart, launch_name
+from common.running.run_folder import RunFolder
 
 START = {"epoch": 0, "step": 0, "global_step": 0, "position": 0}
 LATER = {"epoch": 1, "step": 3, "global_step": 13, "position": 24}
@@ -49,7 +49,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def agent(monkeypatch: pytest.MonkeyPatch):
     """Says which torchrun agent starts the processes from now on."""
     def become(name: str) -> None:
-        for module in ("common.relaunch", "common.run_folder"):
+        for module in ("common.running.relaunch", "common.running.run_folder"):
             monkeypatch.setattr(f"{module}.agent_name", lambda env: name if "TORCHELASTIC_RUN_ID" in env else "")
     return become
 
@@ -64,7 +64,7 @@ def test_default_folders_of_one_second_differ(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_default_folders_of_processes_at_once_differ(tmp_path: Path) -> None:
-    program = "from common.run_folder import RunFolder\nprint(RunFolder.open('s', None, False, env={}).path)"
+    program = "from common.running.run_folder import RunFolder\nprint(RunFolder.open('s', None, False, env={}).path)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", program]
     started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -339,7 +339,7 @@ def test_stop_file_from_before_the_launch_means_an_earlier_run(
         RunFolder(tmp_path, **launch).start_attempt(START)
         return (tmp_path / "stop").exists()
 
-    monkeypatch.setattr("common.run_folder.age_seconds", lambda pid=None: 500.0 if pid == os.getppid() else 100.0)
+    monkeypatch.setattr("common.running.run_folder.age_seconds", lambda pid=None: 500.0 if pid == os.getppid() else 100.0)
     assert left(50)  # it came while the run was starting
     assert capsys.readouterr().out == ""
     assert not left(200)

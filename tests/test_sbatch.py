@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.run_folder import RunFolder
+from common.running.run_folder import RunFolder
 from tests.helpers import ROOT
 
 SRUN = r"""

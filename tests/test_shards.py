@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.access.storage import Storage
 from common.errors import UserError
 from common.fields import Fields
-from common.shard_info import parse_info, read_info
-from common.shard_paths import expand, gaps, shard_names
+from common.indexing.info import parse_info, read_info
+from common.indexing.paths import expand, gaps, shard_names
 from common.shards import ShardIndex
-from common.storage import Storage
 from tests.helpers import write_shards
 from tests.tars import by_position, by_stream, files, write_tar
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from common.access.storage import Storage
 from common.errors import UserError
 from common.shards import ShardIndex
-from common.storage import Storage
-from common.tar_index import index_path, load_samples, read_index, sample_faults, scan_tar, split_name, write_index
+from common.tars.index import index_path, load_samples, read_index, sample_faults, scan_tar, split_name, write_index
 from tests.tars import by_position, by_stream, files, index_of, write_tar
 
 KEYS = [f"{number:03d}" for number in range(20)]

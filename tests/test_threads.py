@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.threads import chosen, fair_share
+from common.launching.threads import chosen, fair_share
 from tests.helpers import ROOT
 
 
@@ -32,7 +32,7 @@ def test_who_sets_the_variable_decides():
 def test_torchruns_own_choice_is_nobodys(started_with: dict[str, str], result: str):
     """The parent stands for torchrun: it sets the variable after its start."""
     child = ("import os, sys, types; sys.modules['torch'] = types.ModuleType('torch'); "  # slow to import, not needed
-             "from common.threads import chosen; print(chosen(os.environ))")
+             "from common.launching.threads import chosen; print(chosen(os.environ))")
     parent = ("import os, subprocess, sys; os.environ.update(OMP_NUM_THREADS='1', TORCHELASTIC_RUN_ID='x'); "
               "sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))")
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

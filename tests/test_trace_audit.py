@@ -15,9 +15,9 @@ from common.coverage import split_coverage, split_order
 from common.errors import UserError
 from common.sampling import EpochOrder
 from common.trace import main
-from common.trace_audit import audit
-from common.trace_report import Report
-from common.trace_run import Run
+from common.tracing.audit import audit
+from common.tracing.report import Report
+from common.tracing.run import Run
 from tests.trace_runs import Start, TracedRun, make_run
 
 ROOT = Path(__file__).resolve().parent.parent

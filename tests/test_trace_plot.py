@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import trace_plot
 from common.errors import UserError
 from common.trace import main
-from common.trace_audit import audit
-from common.trace_canvas import NUM_COLUMNS, Canvas
-from common.trace_run import Run
+from common.tracing import plot as trace_plot
+from common.tracing.audit import audit
+from common.tracing.canvas import NUM_COLUMNS, Canvas
+from common.tracing.run import Run
 from tests.trace_runs import Start, TracedRun, make_run
 
 ROOT = Path(__file__).resolve().parent.parent

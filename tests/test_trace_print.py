@@ -13,7 +13,7 @@ from torch import nn
 from common.collate import Batch
 from common.data_parallel import current_replica, data_parallel
 from common.sampling import Step
-from common.trace_print import TracedModel, TracePrinter, write_block
+from common.tracing.printing import TracedModel, TracePrinter, write_block
 
 
 def make_batch(num_samples: int = 3) -> Batch:

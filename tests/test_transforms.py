@@ -20,8 +20,8 @@ from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional
 
 from common import transforms
-from common.decode import decode_image, open_image
-from common.picture import Box
+from common.images.decode import decode_image, open_image
+from common.images.picture import Box
 from common.sampling import AUGMENT, mix
 from common.transforms import ImageTransform, random_crop
 
@@ -201,7 +201,7 @@ def test_rows_left_out_do_not_change_a_reduced_crop(options: dict, monkeypatch: 
     picture = open_image(encode(photo(700, 500), **options))
     boxes = [Box(top, top + 200, 30, 230) for top in (0, 1, 100.5, 333, 500)]
     results = [picture.scaled(box, 40, factor) for box in boxes for factor in (2, 4)]
-    monkeypatch.setattr("common.jpeg._shortened", lambda *a: None)
+    monkeypatch.setattr("common.images.jpeg._shortened", lambda *a: None)
     expected = [picture.scaled(box, 40, factor) for box in boxes for factor in (2, 4)]
     assert all(map(torch.equal, results, expected))
 

@@ -24,9 +24,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from common import jpeg
-from common.decode import open_image
-from common.picture import Box
+from common.images import jpeg
+from common.images.decode import open_image
+from common.images.picture import Box
 from common.transforms import ImageTransform, _resize, random_crop
 
 

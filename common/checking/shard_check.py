@@ -1,0 +1,195 @@
+"""One shard, looked at as closely as can be: every file found even if the tar is torn, every sample read as training
+would.
+
+    report = check_shard(CheckJob("train-0000.tar", "train-0000", Storage(), Fields()))
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.access.storage import Storage
+from common.access.urls import shown
+from common.checking.rescue import CleanShard
+from common.errors import UserError
+from common.fields import Fields, RawSample, SampleError
+from common.files import remedy
+from common.tars import index as tar_index
+from common.tars.format import BLOCK, FileSource, TarError, Walker, is_header
+from common.tars.index import Member
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `key` is empty and `count` -1 where it is the shard itself."""
+
+    cause: str
+    detail: str
+    shard: str
+    key: str = ""
+    count: int = -1
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """What to look at; `out`, if given, is the folder for a clean copy."""
+
+    path: str
+    name: str
+    storage: Storage
+    fields: Fields
+    out: Path | None = None
+    throws_away: bool = False  # the plain copy of a shard that is compressed or elsewhere
+
+
+@dataclass
+class ShardReport:
+    """What was found in one shard."""
+
+    job: CheckJob
+    num_samples: int = 0
+    num_members: int = 0
+    num_bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    labels: Counter[int] = field(default_factory=Counter)
+    names: dict[int, str] = field(default_factory=dict)
+    num_saved: int = 0
+    bytes_saved: int = 0
+
+
+def check_shard(job: CheckJob) -> ShardReport:
+    """Read everything in a shard. What is wrong is in the report; an exception is a bug, or a cache that is full."""
+    report = ShardReport(job)
+    try:
+        with job.storage.held(job.path) as (path, file):
+            report.num_bytes = os.fstat(file).st_size
+            clean = CleanShard(job.out, job.name) if job.out else None
+            try:
+                for sample in _samples(path, file, report):
+                    if _look(sample, report) and clean:
+                        _save(clean, sample, report)
+                if clean:
+                    report.num_saved, report.bytes_saved = clean.num_samples, clean.finish()
+            finally:
+                if clean:
+                    clean.discard()
+                if job.throws_away and path != job.path:
+                    os.unlink(path)
+    except UserError as error:
+        report.problems.append(Problem("unreadable shard", str(error), job.name))
+    return report
+
+
+def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
+    """The samples of a tar by key, wherever their files stand; those that no reader would find so are problems."""
+    by_key: dict[str, list[Member]] = {}
+    neighbours: list[list[Member]] = []
+    latest = None
+    for member in _members(path, report):
+        key, extension = tar_index.split_name(member.name)
+        if key != latest:
+            neighbours.append([])
+        latest = key
+        by_key.setdefault(key, []).append(member._replace(extension=extension.lower()))
+        neighbours[-1].append(member)
+    report.num_samples = len(neighbours)
+    _compare_index(path, neighbours, report)
+    places: dict[str, int] = {}
+    for place, members in enumerate(neighbours):
+        places.setdefault(tar_index.split_name(members[0].name)[0], place)
+    faults = tar_index.sample_faults(neighbours)
+    for key, members in by_key.items():
+        place = places[key]
+        if place in faults:
+            report.problems.append(Problem("torn sample", faults[place], report.job.name, key, place))
+        data: dict[str, bytes] = {}
+        fault = None
+        for member in members:
+            content = os.pread(file, member.size, member.offset)
+            if data.setdefault(member.extension, content) != content:
+                fault = "two different files with one name"
+        yield RawSample(report.job.name, place, key, data, fault)
+
+
+def _members(path: str, report: ShardReport) -> Iterator[Member]:
+    """Every file that belongs to a sample; behind damage, the walk goes on at the next header."""
+    with open(path, "rb") as stream:
+        source = FileSource(stream)
+        while source.position < source.size:
+            walker = Walker(source)
+            try:
+                for entry in walker:
+                    try:
+                        if tar_index.is_sample_file(entry):
+                            report.num_members += 1
+                            yield Member(tar_index.split_name(entry.name)[1], entry.offset, entry.size, entry.name)
+                    except TarError as error:
+                        report.problems.append(Problem("link", str(error), report.job.name, entry.name))
+                if not walker.has_end and report.num_members:
+                    report.problems.append(Problem("damaged tar", tar_index.no_end(), report.job.name))
+                return
+            except TarError as error:
+                report.problems.append(Problem("damaged tar", str(error), report.job.name))
+                source.position = _next_header(source)
+
+
+def _next_header(source: FileSource) -> int:
+    """The next place where a member begins, at or after the position of the source; the end where there is none."""
+    place = source.position - source.position % BLOCK
+    while place < source.size:
+        block = os.pread(source.file, BLOCK, place)
+        if block[257:262] == b"ustar" and is_header(block):
+            return place
+        place += BLOCK
+    return source.size
+
+
+def _compare_index(path: str, samples: list[tar_index.Sample], report: ShardReport) -> None:
+    try:
+        tar_index.check_not_cut(path, samples)
+    except UserError as error:
+        if not report.problems:
+            report.problems.append(Problem("damaged tar", str(error), report.job.name))
+
+
+def _look(sample: RawSample, report: ShardReport) -> bool:
+    """Use a sample as training would. Whether it could be used."""
+    from common.images.decode import DecodeError, check_image  # torch: a second, once in every process
+
+    fields = report.job.fields
+    try:
+        if sample.fault:
+            raise SampleError("ambiguous sample", sample.fault)
+        label = fields.label(sample)
+        check_image(bytes(fields.image(sample)))
+    except (SampleError, DecodeError) as error:
+        cause = getattr(error, "cause", "corrupt")
+        report.problems.append(Problem(cause, str(error), sample.shard, sample.key, sample.count))
+        return False
+    report.labels[label] += 1
+    category = fields.category(sample)
+    if category is not None:
+        report.names[label] = category
+    return True
+
+
+def _save(clean: CleanShard, sample: RawSample, report: ShardReport) -> None:
+    try:
+        clean.add(sample)
+    except SampleError as error:
+        report.problems.append(Problem("not saved", str(error), sample.shard, sample.key, sample.count))
+    except OSError as error:
+        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; {remedy(error)}choose another "
+                        "OUT") from None
+
+
+def shown_problem(problem: Problem) -> str:
+    """One line, whatever a key or a message holds."""
+    place = f", key {problem.key}" if problem.key else ""
+    place += f", count {problem.count}" if problem.count >= 0 else ""
+    text = f"{shown(problem.shard)}{place}: {problem.detail}"
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,1 @@
+"""Bytes to pixels: formats, JPEG's savings, which way is up."""

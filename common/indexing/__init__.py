@@ -1,0 +1,1 @@
+"""What a folder of shards holds, and one sample of it by position."""

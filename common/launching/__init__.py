@@ -1,0 +1,1 @@
+"""How ranks find their place, each other and their cores, and how they fail together."""

@@ -1,0 +1,118 @@
+"""Who tells what went wrong, where several ranks fail together: one rank says it in one line, and all leave.
+
+    except Exception as error:
+        raise explain(error, rank=1, timeout_seconds=600) from error
+
+The first rank that fails leaves its words in the store where the ranks have met (`common.launching.rendezvous`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+
+HEAR_SECONDS = 5.0  # that a store is waited for, or kept, when a run is over anyway
+
+
+class SharedError(UserError):
+    """Raised on every rank alike: rank 0 tells it."""
+
+
+class RankError(UserError):
+    """What ends this rank. `told`: another one tells it."""
+
+    def __init__(self, message: str, told: bool = False):
+        super().__init__(message)
+        self.told = told
+
+
+def explain(error: BaseException, *, rank: int, timeout_seconds: float) -> BaseException:
+    """The error to raise in its place: of all ranks, one is to tell it. A bug stays what it is, with its traceback.
+
+    Every rank that fails calls it, again on its result if it likes, and `leave` at last.
+    """
+    if isinstance(error, RankError) or not isinstance(error, Exception):
+        return error
+    host = os.uname().nodename
+    if isinstance(error, SharedError):
+        if rank == 0:
+            _tell(str(error), rank)  # for a rank that learns of it by losing this one
+        return error
+    if isinstance(error, UserError):
+        first, _ = _tell(str(error), rank)
+        return RankError(str(error), told=not first)
+    if not _is_lost_peer(error):
+        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", rank)
+        return error
+    reason = _first_words(str(error)) or type(error).__name__
+    timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
+    hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
+    message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
+               "look at the launcher's report (a killed process leaves no words)")
+    first, told = _tell(message, rank)
+    return RankError(told or message, told=not first)
+
+
+def _first_words(text: str) -> str:
+    """The first sentence, without the place in gloo's source that it begins with."""
+    line = (text.strip().splitlines() or [""])[0]
+    return re.sub(r"^\[[^]]*:\d+\] ", "", line).partition(". ")[0][:160]
+
+
+def own_error(error: Exception, rank: int, size: int) -> Exception:
+    """An error that only this rank can have, with the rank's name where there are several."""
+    if size == 1 or isinstance(error, RankError | SharedError):
+        return error
+    return UserError(f"rank {rank} ({os.uname().nodename}): {error}")
+
+
+def leave(rank: int, size: int) -> None:
+    """After `explain`, once: close the connections, so that the others notice. The store stays for them to read."""
+    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with suppress(Exception):
+        store = _store()
+        if rank:
+            store.add("left", 1)
+            return
+        threading.Thread(target=dist.destroy_process_group, daemon=True).start()  # it may wait for what never comes
+        deadline = time.monotonic() + HEAR_SECONDS
+        while store.add("left", 0) < size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    if not isinstance(error, dist.DistError | RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    words = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out waiting", "tcpstore")
+    return any(word in str(error).lower() for word in words)
+
+
+def _tell(message: str, rank: int) -> tuple[bool, str]:
+    """Whether this rank is the first that fails, by the ranks' store; and else what the first one says."""
+    try:
+        store = _store()
+        if store.add("failed", 1) == 1:
+            store.set("why", message)
+            return True, ""
+    except Exception:  # whatever it is: the store is gone, with rank 0 or with a launcher, killed without a word
+        return rank == 1, ""
+    with suppress(Exception):
+        return False, store.get("why").decode()
+    return False, ""
+
+
+def _store() -> dist.Store:
+    """Where the ranks have met: of this meeting alone."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=HEAR_SECONDS))
+    return store

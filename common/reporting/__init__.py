@@ -1,0 +1,1 @@
+"""Where a report goes: the terminal, metrics.jsonl, TensorBoard."""

@@ -1,0 +1,1 @@
+"""A run's folder and what is kept in it, from start to start."""

@@ -1,0 +1,1 @@
+"""What a tar holds: headers, the index of its members, samples as they stream by."""

@@ -1,0 +1,1 @@
+"""A run's trace: its rows, the audit of them, the pictures of them."""

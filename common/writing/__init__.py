@@ -1,0 +1,1 @@
+"""From images to shards: what is read, how it is dealt, how tars are written."""
