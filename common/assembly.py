@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from common import checkpoint, dummy
 from common.access.storage import Storage
-from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
+from common.batch_dataset import BatchDataset
+from common.dataset import EpochPlan, ExactSource, Source, StreamSource
 from common.distributed import World
 from common.dummy import DummySource, Noise
 from common.evaluation import Validation

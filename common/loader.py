@@ -12,26 +12,20 @@ import copy
 import itertools
 import math
 import os
-import signal
-import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from common.batch_dataset import BatchDataset
 from common.collate import Batch, Made, assemble, shared_ring
-from common.dataset import BatchDataset
 from common.errors import UserError
+from common.loader_workers import CHECK_SECONDS, Deaths, awaited, deaf, end_workers, patience, start_worker
 from common.page_lock import PageLock
-from common.processes import die_with_parent
 from common.sampling import Step
-from common.stop import SIGNALS
 
-CHECK_SECONDS = 5.0  # at which a wait for the workers looks at them
 PREFETCH = 2  # pieces that each worker has ready ahead of time, as a rule
 
 
@@ -91,13 +85,13 @@ class Loader:
             worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
             generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
             in_order=self.dataset.mixing.kind != "queue",
-            timeout=_patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
+            timeout=patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
         )
-        with _deaf():  # as the workers are from their birth
+        with deaf():  # as the workers are from their birth
             made = iter(loader)
-        deaths = _Deaths.listen()
+        deaths = Deaths.listen()
         try:
-            while (piece := _awaited(made, deaths, self.timeout_seconds)) is not None:
+            while (piece := awaited(made, deaths, self.timeout_seconds)) is not None:
                 yield piece
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -106,89 +100,7 @@ class Loader:
                             "if memory ran out, lower -w or --shuffle") from None
         finally:
             deaths.close()
-            _end_workers(made)
-
-
-def _patience(timeout_seconds: float) -> float:
-    """How long a batch is waited for: less than the other ranks wait for this one, so that it can say why."""
-    return max(timeout_seconds - 1, 0.9 * timeout_seconds)
-
-
-def _awaited(made: Any, deaths: _Deaths, timeout_seconds: float) -> Made | None:
-    """The next piece; None at the end. Raises UserError that names the workers which hang."""
-    deadline = time.monotonic() + _patience(timeout_seconds) - 0.01
-    while True:
-        try:
-            return deaths.awaited(made)
-        except RuntimeError as error:  # torch's own timeout, a part of this one: it looks for dead workers
-            if "DataLoader timed out" not in str(error):
-                raise
-        if time.monotonic() >= deadline:
-            break
-    hanging = sorted({task[0] for task in made._task_info.values() if len(task) == 1})  # the others are ahead
-    names = ", ".join(f"{worker} (pid {made._workers[worker].pid})" for worker in hanging)
-    for worker in made._workers:
-        worker.kill()  # torch would wait for each of them before the other ranks are told
-    raise UserError(f"no batch came within --timeout {timeout_seconds:g} s; loader worker {names} on "
-                    f"{os.uname().nodename}; see whether the shards' file system answers there (ls), "
-                    "then --resume auto; raise --timeout if reading takes that long")
-
-
-def _end_workers(made: Any) -> None:
-    """Have torch's iterator end its workers now, not when the last traceback lets go of it; kill those that stay."""
-    made._shutdown_workers()
-    for worker in made._workers:  # torch's SIGTERM is ignored by a worker that is stuck in a read
-        if worker.is_alive():
-            worker.kill()
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Hold stop signals back from this thread and from the processes that it starts; other threads still take them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _Deaths:
-    """A handler of SIGCHLD that lets torch's raise only while a piece is waited for, not within a step or a save.
-
-    A wait that begins after a worker's death finds out by itself, in five seconds.
-    """
-
-    def __init__(self, before: Any):
-        self.before, self.waiting = before, False
-        self.torchs: Any = before.torchs if isinstance(before, _Deaths) else before
-
-    @classmethod
-    def listen(cls) -> _Deaths:
-        """Called after the workers have started: torch's handler is there by then."""
-        deaths = cls(signal.getsignal(signal.SIGCHLD))
-        deaths._install(deaths)
-        return deaths
-
-    def __call__(self, number: int, frame: Any) -> None:
-        if self.waiting and callable(self.torchs):
-            self.torchs(number, frame)
-
-    def awaited(self, made: Iterator[Made]) -> Made | None:
-        """The next piece; None at the end."""
-        self.waiting = True
-        try:
-            return next(made, None)
-        finally:
-            self.waiting = False
-
-    def close(self) -> None:
-        """Make way for the handler of a loader that was there before. torch's stays muted: workers are killed yet."""
-        if isinstance(self.before, _Deaths):
-            self._install(self.before)
-
-    def _install(self, handler: Any) -> None:
-        with suppress(ValueError, TypeError):  # not the main thread, or a handler not from Python
-            signal.signal(signal.SIGCHLD, handler)
+            end_workers(made)
 
 
 def _gathered(step: Step, pieces: Iterable[Made], ring: torch.Tensor) -> Iterator[Made]:
@@ -206,14 +118,6 @@ def _checked(piece: Made) -> Made:
     if piece.fatal is not None:
         raise UserError(piece.fatal)
     return piece
-
-
-def start_worker(worker: int, parent: int) -> None:
-    """Called in each worker as it starts: it leaves signals to its rank, and dies with it."""
-    signal.set_wakeup_fd(-1)  # the rank's
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL, parent)
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:

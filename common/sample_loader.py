@@ -23,8 +23,9 @@ from torch.utils.data import default_collate, get_worker_info
 
 from common.access.storage import Storage
 from common.assembly import make_source
+from common.batch_dataset import BatchDataset
 from common.collate import Made
-from common.dataset import BatchDataset, ExactSource, Source
+from common.dataset import ExactSource, Source
 from common.distributed import World
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError

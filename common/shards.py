@@ -29,7 +29,7 @@ from common.indexing.info import INFO, Info, check_totals, parse_info, read_info
 from common.indexing.paths import expand, gaps, shard_names
 from common.indexing.scan import Scan, ScanJob, scan_shard
 from common.processes import available_cpus, run_jobs
-from common.tars.index import has_end_mark
+from common.tars.samples import has_end_mark
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what takes long, such as tqdm
 

@@ -11,7 +11,8 @@ import pytest
 
 from common.check_shards import main
 from common.shards import ShardIndex
-from common.tars.index import read_index, scan_tar
+from common.tars.index import read_index
+from common.tars.samples import scan_tar
 from tests.helpers import jpeg, run, write_shards
 from tests.tars import by_position, by_stream, files, write_tar
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from common.access.storage import Storage
+from common.batch_dataset import BatchDataset
 from common.check_shards import main as check_shards
-from common.dataset import BatchDataset, EpochPlan, ExactSource, Source, StreamSource
+from common.dataset import EpochPlan, ExactSource, Source, StreamSource
 from common.errors import UserError
 from common.fields import Fields
 from common.loader import Loader

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from common.assembly import classified, make_validation
+from common.batch_dataset import BatchDataset
 from common.collate import Batch, Made, SkippedSample, assemble
-from common.dataset import BatchDataset, EpochPlan, ExactSource, StreamSource
+from common.dataset import EpochPlan, ExactSource, StreamSource
 from common.distributed import World
 from common.fields import Fields
 from common.loader import Loader, on_device

@@ -339,7 +339,8 @@ def test_stop_file_from_before_the_launch_means_an_earlier_run(
         RunFolder(tmp_path, **launch).start_attempt(START)
         return (tmp_path / "stop").exists()
 
-    monkeypatch.setattr("common.running.run_folder.age_seconds", lambda pid=None: 500.0 if pid == os.getppid() else 100.0)
+    ages = {os.getppid(): 500.0}
+    monkeypatch.setattr("common.running.run_folder.age_seconds", lambda pid=None: ages.get(pid, 100.0))
     assert left(50)  # it came while the run was starting
     assert capsys.readouterr().out == ""
     assert not left(200)

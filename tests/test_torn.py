@@ -14,7 +14,8 @@ from common.access.storage import Storage
 from common.check_shards import main
 from common.errors import UserError
 from common.shards import ShardIndex
-from common.tars.index import index_path, scan_tar
+from common.tars.index import index_path
+from common.tars.samples import scan_tar
 from tests.helpers import TINY, rows, run, write_shards
 from tests.tars import by_position, by_stream, files, write_tar
 

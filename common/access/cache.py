@@ -24,6 +24,7 @@ from typing import Any
 from common.access.urls import shown
 from common.errors import UserError
 from common.tars import index as tar_index
+from common.tars import samples as tar_samples
 from common.tars.stream import BROKEN, decompressed
 
 CHUNK = 1 << 22
@@ -73,13 +74,13 @@ class Cache:
         try:
             with fetch() as source, open(part, "wb") as target:
                 self._copy(decompressed(source), target, part)
-            samples, has_end = tar_index.walk_tar(part, shown(url))
+            samples, has_end = tar_samples.walk_tar(part, shown(url))
             if samples and not has_end:
-                tar_index.warn_of_no_end(shown(url), len(samples))
+                tar_samples.warn_of_no_end(shown(url), len(samples))
             final = Path(self.folder, name)
             os.replace(part, final)
             tar_index.write_index(final, samples)
-        except tar_index.TornTar as error:  # nothing of it is kept, so nothing of it can be used
+        except tar_samples.TornTar as error:  # nothing of it is kept, so nothing of it can be used
             raise UserError(str(error)) from None
         except BROKEN as error:
             raise UserError(f"the compressed tar is damaged ({error}); shard {shown(url)}; copy or write it "

@@ -7,42 +7,22 @@ A broken connection is taken up where it broke, with growing pauses; one that st
 
 from __future__ import annotations
 
-import http.client
 import io
-import os
-import select
-import signal
 import ssl
-import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from common.access.urls import COMMAND, is_command, shown
+from common.access.command import CommandStream
+from common.access.retrying import NETWORK_ERRORS, Missing, Opened, RetryingStream, reason_of
+from common.access.urls import is_command, shown
 from common.errors import UserError
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 BUFFER = 1 << 18
-MAX_ATTEMPTS = 5  # without a MB of progress between them
-PROGRESS = 1 << 20
-LEAST_BYTES = 1 << 14  # fewer in `patience_seconds` are a stall, too
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-NETWORK_ERRORS = (OSError, http.client.HTTPException, EOFError)
-
-
-class Missing(UserError):
-    """There is no such thing under this URL."""
-
-
-class Opened(NamedTuple):
-    """A connection that gives the bytes from some position on. `size` is that of the whole, where it is known."""
-
-    file: Any
-    size: int | None
 
 
 def open_url(url: str, patience_seconds: float) -> io.BufferedReader:
@@ -83,89 +63,11 @@ def listed(url: str) -> list[str]:
     try:
         found = sorted(system.glob(path if "*" in path or "[" in path else path.rstrip("/") + "/*.tar"))
     except Exception as error:
-        raise UserError(f"cannot be listed ({_reason(error)}); {shown(url)}; check its name and your access to "
+        raise UserError(f"cannot be listed ({reason_of(error)}); {shown(url)}; check its name and your access to "
                         "it") from None
     if not found:
         raise UserError(f"no shards (*.tar); {shown(url)}; --shard_path takes a folder of tars or a pattern")
     return [f"{scheme}://{path}" for path in found]
-
-
-class RetryingStream(io.RawIOBase):
-    """Reads on where a broken connection broke. `open_at(position)` makes a connection."""
-
-    def __init__(self, url: str, open_at: Callable[[int], Opened], patience_seconds: float):
-        self.url, self.open_at, self.patience_seconds = url, open_at, patience_seconds
-        self.position = 0
-        self.size: int | None = None
-        self._connection: Any = None
-        self._num_failures, self._failed_at = 0, 0
-        self._mark_seconds, self._mark_position = time.monotonic(), 0
-        with suppress(StopIteration):
-            self._until_done(self._connect)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a part of `buffer`; 0 at the end."""
-        return self._until_done(lambda: self._read(memoryview(buffer).cast("B")))
-
-    def close(self) -> None:
-        self._disconnect()
-        super().close()
-
-    def _until_done(self, action: Callable[[], int]) -> int:
-        while True:
-            try:
-                return action()
-            except UserError:
-                raise
-            except NETWORK_ERRORS as error:
-                self._disconnect()
-                self._fail(error)
-
-    def _connect(self) -> int:
-        if self._connection is None:
-            self._connection, self.size = self.open_at(self.position)
-        return 0
-
-    def _read(self, buffer: memoryview) -> int:
-        self._connect()
-        read = getattr(self._connection, "read1", self._connection.read)  # at most one packet, where there is a choice
-        data = read(len(buffer))
-        if not data and self.size is not None and self.position < self.size:
-            raise EOFError(f"the connection ended after {self.position} of {self.size} bytes")
-        self._watch(len(data))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _watch(self, num_bytes: int) -> None:
-        self.position += num_bytes
-        now = time.monotonic()
-        if num_bytes and now - self._mark_seconds > self.patience_seconds:
-            if self.position - self._mark_position < LEAST_BYTES:
-                raise UserError(f"only {self.position - self._mark_position} bytes came in {self.patience_seconds:g} "
-                                f"s; {shown(self.url)}; "
-                                "check the server and the network")
-            self._mark_seconds, self._mark_position = now, self.position
-
-    def _fail(self, error: BaseException) -> None:
-        """Wait before the next attempt, or give up."""
-        if self.position - self._failed_at > PROGRESS:
-            self._num_failures, self._mark_seconds = 0, time.monotonic()
-        self._failed_at = self.position
-        self._num_failures += 1
-        waited = time.monotonic() - self._mark_seconds
-        if self._num_failures >= MAX_ATTEMPTS or waited > self.patience_seconds:
-            raise UserError(f"cannot be read, {self._num_failures} attempts ({_reason(error)}); {shown(self.url)}; "
-                            "check the server and the network")
-        time.sleep(min(0.2 * 3 ** (self._num_failures - 1), self.patience_seconds / 8))
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            with suppress(Exception):
-                self._connection.close()
-        self._connection = None
 
 
 def _http(url: str, stall_seconds: float) -> Callable[[int], Opened]:
@@ -221,11 +123,11 @@ def _fsspec(url: str, stall_seconds: float) -> Callable[[int], Opened]:
         except FileNotFoundError:
             raise Missing(f"no such object; {shown(url)}; check its name") from None
         except PermissionError as error:
-            raise UserError(f"no access ({_reason(error)}); {shown(url)}; check your credentials") from None
+            raise UserError(f"no access ({reason_of(error)}); {shown(url)}; check your credentials") from None
         except NETWORK_ERRORS:
             raise
         except Exception as error:  # each of the libraries below has a zoo of its own
-            raise OSError(_reason(error)) from None
+            raise OSError(reason_of(error)) from None
         return Opened(_Translated(file), file.size)
 
     return open_at
@@ -243,7 +145,7 @@ class _Translated:
         except NETWORK_ERRORS:
             raise
         except Exception as error:
-            raise OSError(_reason(error)) from None
+            raise OSError(reason_of(error)) from None
 
     def close(self) -> None:
         self.file.close()
@@ -263,44 +165,3 @@ def _file_system(url: str, stall_seconds: float) -> tuple[Any, str]:
                         f"{package}") from None
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer: it stalled"
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-class CommandStream(io.RawIOBase):
-    """What a shell command writes. A command that fails is an error; one that is not read to its end is not."""
-
-    def __init__(self, url: str, patience_seconds: float):
-        self.url, self.patience_seconds, self.is_ended = url, patience_seconds, False
-        self.process = subprocess.Popen(url.removeprefix(COMMAND), shell=True, stdout=subprocess.PIPE,
-                                        stdin=subprocess.DEVNULL, bufsize=0,
-                                        start_new_session=True)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a part of `buffer`; 0 at the end."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], self.patience_seconds)[0]:
-            raise UserError(f"the command wrote nothing for {self.patience_seconds:g} s; {self.url}; run it by hand to "
-                            "see why")
-        num_bytes = self.process.stdout.readinto(buffer)  # type: ignore[attr-defined]
-        if not num_bytes:
-            self.is_ended = True
-            if self.process.wait() != 0:
-                raise UserError(f"the command failed (exit {self.process.returncode}); {self.url}; run it by hand to "
-                                "see why")
-        return num_bytes
-
-    def close(self) -> None:
-        if not self.closed:
-            if not self.is_ended and self.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
-            if self.process.stdout:
-                self.process.stdout.close()
-            self.process.wait()
-        super().close()

@@ -19,8 +19,9 @@ from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
 from common.files import remedy
 from common.tars import index as tar_index
+from common.tars import samples as tar_samples
 from common.tars.format import BLOCK, FileSource, TarError, Walker, is_header
-from common.tars.index import Member
+from common.tars.samples import Member
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
     neighbours: list[list[Member]] = []
     latest = None
     for member in _members(path, report):
-        key, extension = tar_index.split_name(member.name)
+        key, extension = tar_samples.split_name(member.name)
         if key != latest:
             neighbours.append([])
         latest = key
@@ -100,8 +101,8 @@ def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
     _compare_index(path, neighbours, report)
     places: dict[str, int] = {}
     for place, members in enumerate(neighbours):
-        places.setdefault(tar_index.split_name(members[0].name)[0], place)
-    faults = tar_index.sample_faults(neighbours)
+        places.setdefault(tar_samples.split_name(members[0].name)[0], place)
+    faults = tar_samples.sample_faults(neighbours)
     for key, members in by_key.items():
         place = places[key]
         if place in faults:
@@ -124,13 +125,13 @@ def _members(path: str, report: ShardReport) -> Iterator[Member]:
             try:
                 for entry in walker:
                     try:
-                        if tar_index.is_sample_file(entry):
+                        if tar_samples.is_sample_file(entry):
                             report.num_members += 1
-                            yield Member(tar_index.split_name(entry.name)[1], entry.offset, entry.size, entry.name)
+                            yield Member(tar_samples.split_name(entry.name)[1], entry.offset, entry.size, entry.name)
                     except TarError as error:
                         report.problems.append(Problem("link", str(error), report.job.name, entry.name))
                 if not walker.has_end and report.num_members:
-                    report.problems.append(Problem("damaged tar", tar_index.no_end(), report.job.name))
+                    report.problems.append(Problem("damaged tar", tar_samples.no_end(), report.job.name))
                 return
             except TarError as error:
                 report.problems.append(Problem("damaged tar", str(error), report.job.name))
@@ -148,7 +149,7 @@ def _next_header(source: FileSource) -> int:
     return source.size
 
 
-def _compare_index(path: str, samples: list[tar_index.Sample], report: ShardReport) -> None:
+def _compare_index(path: str, samples: list[tar_samples.Sample], report: ShardReport) -> None:
     try:
         tar_index.check_not_cut(path, samples)
     except UserError as error:

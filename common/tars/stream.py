@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from common.fields import RawSample
 from common.tars.format import StreamSource, TarError, Walker
-from common.tars.index import RESCUE, TornTar, duplicate, is_sample_file, scattered, split_name, warn_of_no_end
+from common.tars.samples import RESCUE, TornTar, duplicate, is_sample_file, scattered, split_name, warn_of_no_end
 
 OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)  # what a damaged compressed file raises

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.fields import IMAGE_EXTENSIONS
-from common.tars.index import is_side_file
+from common.tars.samples import is_side_file
 from common.writing.image_files import CONVERTED
 
 READABLE = (*IMAGE_EXTENSIONS, *CONVERTED)

@@ -20,7 +20,8 @@ from PIL import Image
 
 from common.errors import UserError
 from common.files import read_json
-from common.tars.index import BLOCK, Member, Sample, index_path, write_index
+from common.tars.index import BLOCK, index_path, write_index
+from common.tars.samples import Member, Sample
 from common.writing.image_files import Rejected, encode, prepare
 
 Stamp = tuple[int, int] | None  # size in bytes and time of change in ns of an input; None for one that is no file
