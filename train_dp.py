@@ -23,11 +23,12 @@ from common.examination import examine, trained_weights
 from common.fields import Fields
 from common.launching.device_settings import set_up_device, with_sync_bn
 from common.launching.nodes import check_same_settings
-from common.loop import Run, State, fit
+from common.loop import Run, fit
 from common.model import Normalized, build_model
 from common.optim import amp_dtype, build_optimizer, grad_scaler
 from common.plan import Plan
 from common.running.records import keep_records
+from common.running.state import State
 from common.step import Recipe, Stepper
 from common.transforms import ImageTransform
 from common.watch import make_watch

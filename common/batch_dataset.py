@@ -29,7 +29,7 @@ class Ready(NamedTuple):
     prepared: Prepared | Exception
 
 
-class BatchDataset(IterableDataset):
+class BatchDataset(IterableDataset[Made]):
     """Decodes the pieces of a source into a ring. Each loader worker iterates it, or without any the main process."""
 
     def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform,

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from common.errors import UserError
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace) -> dict:
+def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.plan:  # needs no torch
         from common.benchmarks.plan import show_plan
 

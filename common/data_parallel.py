@@ -78,7 +78,7 @@ class _Modes(NamedTuple):
             _thread.replica = 0  # a lone replica runs on the caller's thread
 
 
-class _NumberedDataParallel(nn.DataParallel):
+class _NumberedDataParallel(nn.DataParallel[Any]):
     """nn.DataParallel whose replicas know their number, and the precision: it alone would take float16 for bf16."""
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:

@@ -152,7 +152,7 @@ class StreamSource:
                             "use fewer workers or --sampling exact")
 
 
-def _dealt(shards: Iterable[dict], place: tuple[int, int, int, int]) -> Iterator[dict]:
+def _dealt(shards: Iterable[dict[str, Any]], place: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
     """webdataset's split by node and by worker. They ask the environment, which is put back: children inherit it."""
     names = ("RANK", "WORLD_SIZE", "WORKER", "NUM_WORKERS")
     before = {name: os.environ.get(name) for name in names}
@@ -170,7 +170,7 @@ def _buffer(window: int, seed: int) -> Any:
     return wds.shuffle(window, initial=min(window, 1000), rng=random.Random(seed)) if window > 0 else None
 
 
-def _read_shards(shards: Iterable[dict], index: ShardIndex) -> Iterator[RawSample]:
+def _read_shards(shards: Iterable[dict[str, Any]], index: ShardIndex) -> Iterator[RawSample]:
     """The samples of shards that webdataset gives out by number: it would take some names for patterns or schemes."""
     for shard in shards:
         number = int(shard["url"])
@@ -205,7 +205,7 @@ def _explained(pipeline: Iterable[RawSample], rank: int, worker: int) -> Iterato
                         "python -m common.check_shards says what is wrong with it") from None
 
 
-def _exhaust(items: Iterable) -> None:
+def _exhaust(items: Iterable[Any]) -> None:
     for _ in items:
         pass
 

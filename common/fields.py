@@ -25,7 +25,7 @@ class SampleError(Exception):
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause, self.detail = cause, detail
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return SampleError, (self.cause, self.detail)
 
 

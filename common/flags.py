@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; the command line; {self.prog} --help lists the flags")
 
 
-def _add(group: Any, field: dataclasses.Field, hint: Any, default: Any) -> None:
+def _add(group: Any, field: dataclasses.Field[Any], hint: Any, default: Any) -> None:
     """Add one field to the parser, by its type."""
     options: dict[str, Any] = {"default": default, "dest": field.name}
     inner = [part for part in get_args(hint) if part is not type(None)]

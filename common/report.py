@@ -76,7 +76,7 @@ class ReportSettings:
 def main_only(method: Callable[Concatenate[Report, P], None]) -> Callable[Concatenate[Report, P], None]:
     """Make a method do nothing on other ranks than 0, so that callers need not ask."""
     @wraps(method)
-    def call(self: Report, *arguments: P.args, **named: P.kwargs) -> None:
+    def call(self: Report, /, *arguments: P.args, **named: P.kwargs) -> None:
         if self.settings.is_main:
             method(self, *arguments, **named)
     return call

@@ -157,7 +157,7 @@ def known_classes(infos: dict[str, Info]) -> tuple[int, tuple[str, ...] | None]:
     return num_classes or len(classes or ()), classes
 
 
-def _agree(name: str, values: list) -> Any:
+def _agree(name: str, values: list[Any]) -> Any:
     if len(set(values)) > 1:
         raise UserError(f"shard folders differ in {name}: {str(values[0])[:80]} and {str(values[1])[:80]}; "
                         "--shard_path; "

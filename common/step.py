@@ -114,7 +114,7 @@ class Stepper:
                 label = torch.cat([label, label.new_zeros(missing)])
             yield image, label, torch.cat([row[start:stop], row.new_full((missing,), -1)]), stop - start
 
-    def _no_sync(self, wanted: bool) -> AbstractContextManager:
+    def _no_sync(self, wanted: bool) -> AbstractContextManager[None]:
         no_sync: Any = getattr(self.model, "no_sync", nullcontext)
         return no_sync() if wanted else nullcontext()
 

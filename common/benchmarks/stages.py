@@ -19,6 +19,7 @@ from common import loader, transforms
 from common.collate import Batch
 from common.dataset import Source
 from common.images import jpeg
+from common.images.decode import open_image
 from common.loader import Loader
 from common.mixing import Mix
 from common.sampling import Step
@@ -35,7 +36,7 @@ class Clock:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inner = 0.0  # seconds of stages within the current one
 
-    def timed(self, stage: str, function: Callable) -> Callable:
+    def timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, its time added to `stage`."""
 
         def call(*args: Any, **options: Any) -> Any:
@@ -59,7 +60,7 @@ class _TimedSource:
     def steps(self) -> Iterator[Step]:
         return self.source.steps()
 
-    def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Any, Iterable]]:
+    def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Any, Iterable[Any]]]:
         pieces = self.source.pieces(worker, num_workers, mixing)
         ended = object()
         while (made := self.clock.timed("read", next)(pieces, ended)) is not ended:
@@ -79,7 +80,7 @@ def stage_seconds(
         with ExitStack() as patches, closing(iter(made)) as batches:
             for name in DECODERS:
                 patches.enter_context(patch.object(jpeg, name, clock.timed("decode", getattr(jpeg, name))))
-            patches.enter_context(patch.object(transforms, "open_image", clock.timed("decode", transforms.open_image)))
+            patches.enter_context(patch.object(transforms, "open_image", clock.timed("decode", open_image)))
             for name in ("prepare", "finish"):
                 timed = clock.timed("crop+resize", getattr(ImageTransform, name))
                 patches.enter_context(patch.object(ImageTransform, name, timed))

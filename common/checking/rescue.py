@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 
 from common.fields import RawSample, SampleError
-from common.tars.index import BLOCK, write_index
+from common.tars.format import BLOCK
+from common.tars.index import write_index
 from common.tars.samples import Member, Sample
 from common.writing.shard_plan import make_keys
 from common.writing.writer import header

@@ -165,7 +165,7 @@ def _check_png_end(data: memoryview) -> None:
     """Walk the chunks to the end mark: Pillow reads some cut files as complete."""
     place = 8
     while place + 12 <= len(data):
-        if data[place + 4 : place + 8] == b"IEND":
+        if bytes(data[place + 4 : place + 8]) == b"IEND":
             return
         place += 12 + int.from_bytes(data[place : place + 4], "big")
     raise DecodeError("truncated", f"PNG of {len(data)} bytes without its end")

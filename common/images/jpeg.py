@@ -65,7 +65,7 @@ def read_header(data: memoryview) -> Header:
             continue
         if marker == 0xFFDA or marker == 0xFFD9:
             break
-        if marker == 0xFFE1 and orientation == 1 and data[place + 4 : place + 10] == b"Exif\0\0":
+        if marker == 0xFFE1 and orientation == 1 and bytes(data[place + 4 : place + 10]) == b"Exif\0\0":
             orientation = exif_orientation(data[place + 4 : place + 2 + length])
         elif marker == 0xFFDD:
             restarts = True
@@ -88,7 +88,7 @@ def _header(data: memoryview, frame: int, scan: int, orientation: int, has_resta
         raise DecodeError("unsupported", "JPEG that does not give its size in the header")
     check_size(height, width)
     is_baseline = marker == 0xFFC0 and precision == 8 and one_scan
-    is_ended = data[-2:] == b"\xff\xd9"
+    is_ended = bytes(data[-2:]) == b"\xff\xd9"
     return Header(height, width, orientation, frame + 5, is_baseline, has_restarts, is_ended)
 
 

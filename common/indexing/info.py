@@ -139,7 +139,7 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
             print(f"warning: {words}", file=sys.stderr, flush=True)
 
 
-def write_info(folder: str | Path, info: dict) -> None:
+def write_info(folder: str | Path, info: dict[str, Any]) -> None:
     """Write `info.json`, whole or not at all; a folder that cannot be written is left as it is."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".info.json.", delete=False) as file:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.tars.format import BLOCK, Entry, FileSource, TarError, Walker
@@ -34,7 +34,7 @@ class TornTar(UserError):
         super().__init__(f"{fault}; {rest}")
         self.fault, self.samples = fault, samples or []
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         fault, _, rest = str(self).partition("; ")
         return TornTar, (fault, rest, self.samples)
 

@@ -43,7 +43,7 @@ class TracePrinter:
     `num_replicas` is DP's: on the CPU they share a device and are told apart by number.
     """
 
-    def __init__(self, lock: AbstractContextManager, rank: int, world_size: int, num_replicas: int = 1,
+    def __init__(self, lock: AbstractContextManager[Any], rank: int, world_size: int, num_replicas: int = 1,
                  write: Callable[[str], None] = write_block):
         self.lock, self.write, self.num_replicas = lock, write, num_replicas
         self.who = f"rank {rank} of {world_size}"

@@ -107,7 +107,7 @@ class Run:
                             "it cannot be judged")
 
 
-def _load(path: Path, default: dict | None = None) -> dict[str, Any]:
+def _load(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def _compare(names: list[str], sizes: list[int], shards: Sequence[str]) -> tuple
     return list(planned), list(planned.values())
 
 
-def _attempts(config: dict, begins: Any, firsts: dict[int, tuple[int, int]]) -> list[Attempt]:
+def _attempts(config: dict[str, Any], begins: Any, firsts: dict[int, tuple[int, int]]) -> list[Attempt]:
     """Every attempt with its plan and beginning; the latter from each one's first row where no file has it."""
     plans = list(config.get("plans") or [])
     attempts: list[Attempt] = []

@@ -21,7 +21,7 @@ import numpy as np
 from common.errors import UserError
 from common.indexing.paths import UNFINISHED
 from common.sampling import permutation
-from common.tars.index import BLOCK
+from common.tars.format import BLOCK
 from common.writing.image_files import Rejected, encode, prepare
 from common.writing.sources import Source, extension
 from common.writing.writer import Entry, ShardJob

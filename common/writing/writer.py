@@ -20,7 +20,8 @@ from PIL import Image
 
 from common.errors import UserError
 from common.files import read_json
-from common.tars.index import BLOCK, index_path, write_index
+from common.tars.format import BLOCK
+from common.tars.index import index_path, write_index
 from common.tars.samples import Member, Sample
 from common.writing.image_files import Rejected, encode, prepare
 
