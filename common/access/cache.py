@@ -23,8 +23,8 @@ from typing import Any
 
 from common.access.urls import shown
 from common.errors import UserError
-from common.tars import index as tar_index
-from common.tars import samples as tar_samples
+from common.tars.index import index_path, write_index
+from common.tars.samples import TornTar, walk_tar, warn_of_no_end
 from common.tars.stream import BROKEN, decompressed
 
 CHUNK = 1 << 22
@@ -74,13 +74,13 @@ class Cache:
         try:
             with fetch() as source, open(part, "wb") as target:
                 self._copy(decompressed(source), target, part)
-            samples, has_end = tar_samples.walk_tar(part, shown(url))
+            samples, has_end = walk_tar(part, shown(url))
             if samples and not has_end:
-                tar_samples.warn_of_no_end(shown(url), len(samples))
+                warn_of_no_end(shown(url), len(samples))
             final = Path(self.folder, name)
             os.replace(part, final)
-            tar_index.write_index(final, samples)
-        except tar_samples.TornTar as error:  # nothing of it is kept, so nothing of it can be used
+            write_index(final, samples)
+        except TornTar as error:  # nothing of it is kept, so nothing of it can be used
             raise UserError(str(error)) from None
         except BROKEN as error:
             raise UserError(f"the compressed tar is damaged ({error}); shard {shown(url)}; copy or write it "
@@ -190,7 +190,7 @@ def _remove_unused(path: str) -> bool:
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tar_index.index_path(path).unlink(missing_ok=True)
+        index_path(path).unlink(missing_ok=True)
         os.unlink(path)
         return True
     except (BlockingIOError, FileNotFoundError):

@@ -18,10 +18,9 @@ from common.checking.rescue import CleanShard
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
 from common.files import remedy
-from common.tars import index as tar_index
-from common.tars import samples as tar_samples
 from common.tars.format import BLOCK, FileSource, TarError, Walker, is_header
-from common.tars.samples import Member
+from common.tars.index import check_not_cut
+from common.tars.samples import Member, Sample, is_sample_file, no_end, sample_faults, split_name
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
     neighbours: list[list[Member]] = []
     latest = None
     for member in _members(path, report):
-        key, extension = tar_samples.split_name(member.name)
+        key, extension = split_name(member.name)
         if key != latest:
             neighbours.append([])
         latest = key
@@ -101,8 +100,8 @@ def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
     _compare_index(path, neighbours, report)
     places: dict[str, int] = {}
     for place, members in enumerate(neighbours):
-        places.setdefault(tar_samples.split_name(members[0].name)[0], place)
-    faults = tar_samples.sample_faults(neighbours)
+        places.setdefault(split_name(members[0].name)[0], place)
+    faults = sample_faults(neighbours)
     for key, members in by_key.items():
         place = places[key]
         if place in faults:
@@ -125,13 +124,13 @@ def _members(path: str, report: ShardReport) -> Iterator[Member]:
             try:
                 for entry in walker:
                     try:
-                        if tar_samples.is_sample_file(entry):
+                        if is_sample_file(entry):
                             report.num_members += 1
-                            yield Member(tar_samples.split_name(entry.name)[1], entry.offset, entry.size, entry.name)
+                            yield Member(split_name(entry.name)[1], entry.offset, entry.size, entry.name)
                     except TarError as error:
                         report.problems.append(Problem("link", str(error), report.job.name, entry.name))
                 if not walker.has_end and report.num_members:
-                    report.problems.append(Problem("damaged tar", tar_samples.no_end(), report.job.name))
+                    report.problems.append(Problem("damaged tar", no_end(), report.job.name))
                 return
             except TarError as error:
                 report.problems.append(Problem("damaged tar", str(error), report.job.name))
@@ -149,9 +148,9 @@ def _next_header(source: FileSource) -> int:
     return source.size
 
 
-def _compare_index(path: str, samples: list[tar_samples.Sample], report: ShardReport) -> None:
+def _compare_index(path: str, samples: list[Sample], report: ShardReport) -> None:
     try:
-        tar_index.check_not_cut(path, samples)
+        check_not_cut(path, samples)
     except UserError as error:
         if not report.problems:
             report.problems.append(Problem("damaged tar", str(error), report.job.name))

@@ -13,8 +13,8 @@ from common.access.urls import shown
 from common.errors import UserError
 from common.fields import Data, RawSample, lost_sample
 from common.shards import ShardIndex
-from common.tars import index as tar_index
-from common.tars import samples as tar_samples
+from common.tars.index import load_samples
+from common.tars.samples import Sample, TornTar, sample_faults, split_name
 
 MAX_OPEN = 32  # files open at a time; a new one costs 0.02 ms
 MAX_OPEN_CACHED = 2  # of a cache with a limit, where what is open cannot make room
@@ -30,7 +30,7 @@ class ShardReader:
         self.index = index
         self._files: OrderedDict[int, int] = OrderedDict()
         self._paths: dict[int, str] = {}  # where the open ones lie
-        self._samples: OrderedDict[int, list[tar_samples.Sample]] = OrderedDict()
+        self._samples: OrderedDict[int, list[Sample]] = OrderedDict()
         self._faults: dict[int, dict[int, str]] = {}
         self._tears: dict[int, str] = {}  # why a shard has fewer samples than promised
         self._num_samples = 0
@@ -53,7 +53,7 @@ class ShardReader:
         else:
             view = self._read(shard, start, stop)
             data = {m.extension.lower(): view[m.offset - start : m.offset - start + m.size] for m in members}
-        key = tar_samples.split_name(members[0].name)[0]
+        key = split_name(members[0].name)[0]
         return RawSample(self.index.names[shard], place, key, data, self._faults[shard].get(place))
 
     def _read(self, shard: int, start: int, stop: int) -> memoryview:
@@ -74,12 +74,12 @@ class ShardReader:
             done += num_bytes
         return view
 
-    def _members(self, shard: int) -> list[tar_samples.Sample]:
+    def _members(self, shard: int) -> list[Sample]:
         samples = self._samples.get(shard)
         if samples is None:
             self._file(shard)  # opened first: what is open stays
             samples = self._load(shard)
-            self._samples[shard], self._faults[shard] = samples, tar_samples.sample_faults(samples)
+            self._samples[shard], self._faults[shard] = samples, sample_faults(samples)
             self._num_samples += len(samples)
             while self._num_samples > MAX_SAMPLES and len(self._samples) > 1:
                 oldest, dropped = self._samples.popitem(last=False)
@@ -88,13 +88,13 @@ class ShardReader:
         self._samples.move_to_end(shard)
         return samples
 
-    def _load(self, shard: int) -> list[tar_samples.Sample]:
+    def _load(self, shard: int) -> list[Sample]:
         """As many samples as were promised; fewer only where errors are skipped and the shard is torn."""
         size, skips = int(self.index.sizes[shard]), self.index.storage.skip_errors
         try:
-            samples = tar_index.load_samples(self._paths[shard])
+            samples = load_samples(self._paths[shard])
             self._tears[shard] = f"{size} samples were promised, the tar holds {len(samples)}"
-        except tar_samples.TornTar as error:
+        except TornTar as error:
             if not skips:
                 raise
             samples, self._tears[shard] = error.samples, error.fault

@@ -13,9 +13,8 @@ from common.access.storage import Storage
 from common.access.urls import shown
 from common.errors import UserError
 from common.fields import TORN_SHARD, Fields, RawSample, SampleError, lost_sample
-from common.tars import index as tar_index
-from common.tars import samples as tar_samples
-from common.tars.samples import TornTar
+from common.tars.index import load_samples
+from common.tars.samples import TornTar, sample_faults, split_name
 from common.tars.stream import stream_samples
 
 
@@ -89,16 +88,16 @@ def _all_samples(job: ScanJob) -> Iterator[RawSample]:
     with job.storage.held(job.path) as (path, file):
         tear = None
         try:
-            samples = tar_index.load_samples(path, warn=True)
+            samples = load_samples(path, warn=True)
         except TornTar as error:
             samples, tear = error.samples, error
-        faults = tar_samples.sample_faults(samples)
+        faults = sample_faults(samples)
         for place, members in enumerate(samples):
             data = {member.extension.lower(): b"" for member in members}
             for member in members if job.fields is not None else ():
                 if member.extension.lower() in _label_fields(job.fields):
                     data[member.extension.lower()] = os.pread(file, member.size, member.offset)
-            yield RawSample(job.path, place, tar_samples.split_name(members[0].name)[0], data, faults.get(place))
+            yield RawSample(job.path, place, split_name(members[0].name)[0], data, faults.get(place))
         if tear is not None:
             raise tear
 
