@@ -55,7 +55,7 @@ def main() -> None:
 
 def disturb(visit: Callable[[str], None]) -> None:
     """Put `visit` into the places."""
-    from common import checkpoint, dataset, evaluation, loop, step
+    from common import batch_dataset, checkpoint, evaluation, loop, step
 
     def before(function: Callable[..., Any], place: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -70,7 +70,7 @@ def disturb(visit: Callable[[str], None]) -> None:
 
     save, checkpoint.save = checkpoint.save, saving
     loop._timed = before(loop._timed, "batch")
-    dataset.BatchDataset._fill = before(dataset.BatchDataset._fill, "worker")  # type: ignore[method-assign]
+    batch_dataset.BatchDataset._fill = before(batch_dataset.BatchDataset._fill, "worker")  # type: ignore[method-assign]
     step.Stepper._update = before(step.Stepper._update, "step")  # type: ignore[method-assign]
     evaluation._sums = before(evaluation._sums, "validation")
 

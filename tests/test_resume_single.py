@@ -13,7 +13,7 @@ import torch
 
 import train_dp
 import train_single
-from common import checkpoint, dataset
+from common import batch_dataset, checkpoint, dataset
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
@@ -142,7 +142,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int
 
 def test_exact_reads_and_streams_decode_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, owner, name in (("exact", shard_reader.ShardReader, "read"),
-                              ("resampled", dataset.BatchDataset, "_fill")):
+                              ("resampled", batch_dataset.BatchDataset, "_fill")):
         flags = ("--sampling", mode, "-w", 0)
         train(folder, f"counted {mode}", *flags, "--max_steps", 6)
         with monkeypatch.context() as patch:
