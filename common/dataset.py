@@ -208,5 +208,3 @@ def _explained(pipeline: Iterable[RawSample], rank: int, worker: int) -> Iterato
 def _exhaust(items: Iterable[Any]) -> None:
     for _ in items:
         pass
-
-

@@ -30,7 +30,7 @@ PREFETCH = 2  # pieces that each worker has ready ahead of time, as a rule
 
 
 class Loader:
-    """Iterate once. `start_method` is fork, spawn or forkserver; None takes Python's own.
+    """One iteration at a time. `start_method` is fork, spawn or forkserver; None takes Python's own.
 
     A batch that takes the workers longer than `timeout_seconds` (0: no limit) ends the run.
     """

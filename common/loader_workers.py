@@ -90,7 +90,7 @@ class Deaths:
             self.waiting = False
 
     def close(self) -> None:
-        """Make way for the handler of a loader that was there before. torch's stays muted: workers are killed yet."""
+        """Make way for the handler of a loader that was there before. torch's stays muted: workers are being killed."""
         if isinstance(self.before, Deaths):
             self._install(self.before)
 

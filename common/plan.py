@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from common import sampling
 from common.coverage import split_coverage, split_deal, split_order
 from common.errors import UserError
+from common.processes import available_cpus
 from common.sampling import Progress
 from common.shards import ShardIndex
 
@@ -123,7 +123,7 @@ class Plan:
         elif self.sampling == "resampled":
             yield ("sampling with replacement: an epoch repeats some samples and misses others "
                    "(--sampling exact does neither)")
-        cores, readers = len(os.sched_getaffinity(0)), self.num_workers * local_ranks
+        cores, readers = available_cpus(), self.num_workers * local_ranks
         if readers > cores:
             yield (f"warning: {self.num_workers} loader workers × {local_ranks} ranks on this node are more than its "
                    f"{cores} cores; lower -w")

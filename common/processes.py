@@ -26,13 +26,20 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def started_at(pid: int) -> str:
+    """When a process started, in clock ticks since the machine did; "" where /proc does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
 def age_seconds(pid: int | None = None) -> float:
     """Seconds since a process (None: this one) started; 0 where /proc does not tell."""
-    try:
-        ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, IndexError, AttributeError):
+    ticks = started_at(pid or os.getpid())
+    if not ticks:
         return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
 
 
 def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], num_workers: int) -> Iterator[Result]:

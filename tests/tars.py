@@ -15,9 +15,15 @@ from common.fields import RawSample
 from common.indexing.reader import ShardReader
 from common.mixing import Mix
 from common.shards import ShardIndex
+from common.tars.samples import Sample, walk_tar
 from tests.helpers import jpeg
 
 Files = Iterable[tuple[str, bytes]]
+
+
+def scan_tar(path: str | Path) -> list[Sample]:
+    """The samples of a tar in order, whether it has an end mark or not."""
+    return walk_tar(path)[0]
 
 
 def write_tar(path: Path, files: Files, mode: str = "w", format: int = tarfile.USTAR_FORMAT) -> Path:

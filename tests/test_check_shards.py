@@ -12,9 +12,8 @@ import pytest
 from common.check_shards import main
 from common.shards import ShardIndex
 from common.tars.index import read_index
-from common.tars.samples import scan_tar
 from tests.helpers import jpeg, run, write_shards
-from tests.tars import by_position, by_stream, files, write_tar
+from tests.tars import by_position, by_stream, files, scan_tar, write_tar
 
 KEYS = [f"{number:02d}" for number in range(10)]
 

@@ -15,8 +15,8 @@ from common.access.storage import Storage
 from common.errors import UserError
 from common.shards import ShardIndex
 from common.tars.index import index_path, load_samples, read_index, write_index
-from common.tars.samples import sample_faults, scan_tar, split_name
-from tests.tars import by_position, by_stream, files, index_of, write_tar
+from common.tars.samples import sample_faults, split_name
+from tests.tars import by_position, by_stream, files, index_of, scan_tar, write_tar
 
 KEYS = [f"{number:03d}" for number in range(20)]
 

@@ -15,9 +15,8 @@ from common.check_shards import main
 from common.errors import UserError
 from common.shards import ShardIndex
 from common.tars.index import index_path
-from common.tars.samples import scan_tar
 from tests.helpers import TINY, rows, run, write_shards
-from tests.tars import by_position, by_stream, files, write_tar
+from tests.tars import by_position, by_stream, files, scan_tar, write_tar
 
 KEYS = [f"{number:03d}" for number in range(10)]
 SKIP = Storage(skip_errors=True)

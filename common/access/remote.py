@@ -163,5 +163,3 @@ def _file_system(url: str, stall_seconds: float) -> tuple[Any, str]:
         package = PACKAGES.get(scheme, "fsspec")
         raise UserError(f"{scheme}:// needs a package that is not installed; {shown(url)}; pip install "
                         f"{package}") from None
-
-

@@ -6,7 +6,6 @@ python -m common.benchmark -s shards/train -w 1 2 4
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from common.distributed import choose_devices, single_process
 from common.fields import Fields
 from common.loader import Loader, on_device
 from common.plan import Plan
+from common.processes import available_cpus
 from common.sampling import Progress
 from common.shards import ShardIndex
 from common.trace import Trace
@@ -83,7 +83,7 @@ def show_loader(
 ) -> dict[str, Any]:
     """Time the loader with each number of workers; print and return images per second, shares and what limits."""
     device = choose_devices(device_name, None)[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cpus()
     print(
         f"{data.index.num_samples} images in {len(data.index.paths)} shards, batch {data.batch_size}, "
         f"sampling {data.sampling}, mix {data.mix}, "

@@ -149,9 +149,9 @@ def check(data: memoryview) -> None:
     _refuse(said, _ODD)
 
 
-def _refuse(said: bytearray, remarks: re.Pattern[bytes]) -> None:
+def _refuse(said: bytearray, pattern: re.Pattern[bytes]) -> None:
     """Raise DecodeError where libjpeg made one of these remarks."""
-    if said and remarks.search(said):
+    if said and pattern.search(said):
         raise DecodeError("damaged image", said.decode(errors="replace").partition("\n")[0])
 
 
@@ -206,4 +206,3 @@ def _native_decoder() -> Callable[[Tensor], Tensor] | None:
     except (ImportError, AttributeError, RuntimeError):
         return None
     return lambda data: operator(data, 3)  # 3: as RGB
-

@@ -125,4 +125,3 @@ class ShardReader:
 
     def __setstate__(self, index: ShardIndex) -> None:
         self.__init__(index)  # type: ignore[misc]
-

@@ -15,6 +15,7 @@ from typing import Any
 from common.distributed import World
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
+from common.processes import available_cpus
 from common.report import Report, ReportSettings
 from common.running.error_log import ErrorLog
 from common.running.run_folder import RunFolder
@@ -93,7 +94,7 @@ def _introduce(report: Report, world: World, folder: RunFolder, plan: Plan, stat
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     for line in plan.lines(local_ranks):
         report.note(line)
-    report.note(f"run: {folder.path}, device {world.device}, {len(os.sched_getaffinity(0))} cores")
+    report.note(f"run: {folder.path}, device {world.device}, {available_cpus()} cores")
     if state.progress != Progress():
         at = state.progress
         report.note(f"resumed: epoch {at.epoch}, step {at.step}, {at.position} samples of the epoch done; "

@@ -13,10 +13,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from common.files import read_json, write_atomic
+from common.processes import started_at
 
 Env = Mapping[str, str]
 
@@ -33,10 +33,7 @@ def agent_name(env: Env) -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in env:
         return ""
-    started = ""
-    with suppress(OSError, IndexError):
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{os.uname().nodename}-{os.getppid()}-{started}"
+    return f"{os.uname().nodename}-{os.getppid()}-{started_at(os.getppid())}"
 
 
 def launch_name(env: Env, command: Sequence[str]) -> str:

@@ -130,7 +130,7 @@ class RunFolder:
         write_atomic(self.path / "config.json", "{\n" + ",\n".join(lines) + "\n}\n")
 
     def stop_requested(self) -> bool:
-        """Whether somebody has put a file `stop` here; it is taken away. Called once per step: about a µs."""
+        """Whether somebody has put a file `stop` here; it is taken away. Called once a second."""
         path = f"{self.path}/stop"
         if not os.path.exists(path):
             return False

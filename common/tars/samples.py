@@ -110,11 +110,6 @@ def no_end() -> str:
     return "no end mark, the tar was probably cut between two files"
 
 
-def scan_tar(path: str | Path, shown: str = "") -> list[Sample]:
-    """The samples of a tar in order, whether it has an end mark or not. See walk_tar."""
-    return walk_tar(path, shown)[0]
-
-
 def walk_tar(path: str | Path, shown: str = "") -> tuple[list[Sample], bool]:
     """The samples of a tar in order, neighbours that share a key; and whether its end mark is there. Raises TornTar for
     one that is torn, naming it as `shown`.

@@ -117,4 +117,3 @@ def survey(folder: str | Path) -> tuple[dict[int, tuple[int, int]], dict[str, in
                     raise UserError(f"not a row of a trace; {path} step {row.step}; {DAMAGED}")
                 sizes[shard] = max(sizes.get(shard, 0), count + 1)
     return firsts, dict(sorted(sizes.items()))
-
