@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -82,12 +83,13 @@ class ExactSource:
     def pieces(self, worker: int, num_workers: int, mixing: Mix) -> Iterator[tuple[Piece, Iterable[Keyed]]]:
         """Of this rank's steps, every `num_workers`-th."""
         reader, order, plan = ShardReader(self.index), None, self.plan
-        for step in itertools.islice(self.steps(), worker, None, num_workers):
-            if order is None or order.epoch != step.epoch:
-                order = sampling.EpochOrder(self.index.sizes, plan.window, plan.seed, step.epoch)
-            start, stop = (step.start, step.stop) if self.whole_batches else step.part(plan.rank, plan.world_size)
-            rows = [(step.global_step, row) for row in range(stop - start)]
-            yield Piece(step.global_step, step, rows), self._read(reader, order, start, stop)
+        with closing(reader):
+            for step in itertools.islice(self.steps(), worker, None, num_workers):
+                if order is None or order.epoch != step.epoch:
+                    order = sampling.EpochOrder(self.index.sizes, plan.window, plan.seed, step.epoch)
+                start, stop = (step.start, step.stop) if self.whole_batches else step.part(plan.rank, plan.world_size)
+                rows = [(step.global_step, row) for row in range(stop - start)]
+                yield Piece(step.global_step, step, rows), self._read(reader, order, start, stop)
 
     def _read(self, reader: ShardReader, order: sampling.EpochOrder, start: int, stop: int) -> Iterator[Keyed]:
         for position, (shard, place) in zip(range(start, stop), order.locate(start, stop).tolist(), strict=True):

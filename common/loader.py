@@ -57,6 +57,7 @@ class Loader:
                         yield assemble(step, dataset.ring[slot], pieces)
         finally:
             made.close()
+            dataset.ring = torch.empty(0)  # its memory may be wanted before the next iteration makes another
 
     def _prefetch(self) -> int:
         """Pieces that each worker has ready. `queue`: one, that of a batch, or most would come in pairs of a worker."""

@@ -240,6 +240,20 @@ def test_descriptors_stay_flat(index: ShardIndex) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_an_iteration_without_workers_leaves_nothing_open(index: ShardIndex) -> None:
+    """Neither the shards' files nor the ring: in the main process nobody else closes them."""
+    loader = Loader(make_dataset(make_source(index, "exact", batch=10), 1, batch=10), 0)
+    list(loader)  # the first image of a process opens the file that catches remarks, for good
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert len(list(loader)) == 2 and not loader.dataset.ring.numel()
+        assert len(os.listdir("/proc/self/fd")) == before
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @dataclass(frozen=True)
 class OneTar(Storage):
     """Every shard is the same file."""
