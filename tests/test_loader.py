@@ -82,11 +82,11 @@ def test_the_pages_of_the_whole_ring_are_locked_once_and_unlocked(index: ShardIn
                              cudaHostRegister=lambda *args: calls.append(args) or int(not success))
     lock = PageLock(cudart)
     for batch in Loader(dataset, workers):
+        ring = dataset.ring
         lock.take(batch.image[torch.tensor([0])])
         lock.take(batch.image)
     lock.release()
     lock.release()
-    ring = dataset.ring
     assert calls == [(ring.data_ptr(), ring.numel(), 0), (ring.data_ptr(),)][: 1 + success]
 
 
