@@ -24,6 +24,7 @@ from common.collate import Batch, Made, assemble, shared_ring
 from common.errors import UserError
 from common.loader_workers import CHECK_SECONDS, Deaths, awaited, deaf, end_workers, patience, start_worker
 from common.page_lock import PageLock
+from common.processes import let_threads_settle
 from common.sampling import Step
 
 PREFETCH = 2  # pieces that each worker has ready ahead of time, as a rule
@@ -88,6 +89,7 @@ class Loader:
             in_order=self.dataset.mixing.kind != "queue",
             timeout=patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
         )
+        let_threads_settle()
         with deaf():  # as the workers are from their birth
             made = iter(loader)
         deaths = Deaths.listen()

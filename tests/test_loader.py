@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +23,7 @@ from common.fields import Fields
 from common.loader import Loader, on_device
 from common.mixing import Mix
 from common.page_lock import PageLock
+from common.processes import let_threads_settle
 from common.sampling import Step
 from common.shards import ShardIndex
 from common.transforms import ImageTransform
@@ -68,6 +71,23 @@ def test_no_way_of_mixing_writes_over_a_batch_in_use(index: ShardIndex, mix: str
     mixed = BatchDataset(source, Mix(mix, 2, workers, 0), fields, ImageTransform(32, "center"))
     found = pixels(Loader(mixed, workers), 0.02)
     assert len(found) >= 42 and all(expected[key] == value for key, value in found.items())
+
+
+def test_a_fork_waits_for_threads_that_run_and_for_no_others() -> None:
+    """A child of CPython 3.11 hangs where a thread of C++ was just entering Python."""
+    ended, left = threading.Event(), threading.Event()
+
+    def work() -> None:
+        for _ in range(20):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the GIL
+        ended.set()
+
+    threads = [threading.Thread(target=work), threading.Thread(target=left.wait)]
+    for thread in threads:
+        thread.start()
+    let_threads_settle(60)
+    assert ended.is_set() and not left.is_set()
+    left.set()
 
 
 @pytest.mark.parametrize("success", [True, False])
