@@ -15,6 +15,7 @@ from common.fields import Fields, RawSample, SampleError
 from common.images.remarks import remarks
 from common.indexing.reader import NUM_VALID
 from common.mixing import Mix, Piece, Row
+from common.orders import Orders
 from common.sampling import Step
 from common.transforms import ImageTransform, Prepared
 
@@ -38,6 +39,7 @@ class BatchDataset(IterableDataset[Made]):
         self.source, self.mixing, self.fields = source, mixing, fields
         self.transform, self.skip_errors = transform, skip_errors
         self.ring: torch.Tensor = torch.empty(0)
+        self.orders: Orders | None = None  # of `--mix queue`
 
     def __iter__(self) -> Iterator[Made]:
         """A worker's pieces, in its order; after an error the last one carries it, since a traceback is no message."""
@@ -46,7 +48,13 @@ class BatchDataset(IterableDataset[Made]):
         made = None
         try:
             for number, (piece, samples) in enumerate(self.source.pieces(worker, num_workers, self.mixing)):
-                made = Made(piece.number, piece.step, piece.number % num_workers)
+                maker = piece.number % num_workers
+                if self.orders is not None:
+                    ordered = self.orders.next(piece.step.epoch)
+                    if ordered is None:
+                        return
+                    piece = self.mixing.part(ordered, piece.step)
+                made = Made(piece.number, piece.step, maker)
                 self._fill(made, piece, samples, worker, number)
                 yield made
         except UserError as error:
@@ -55,8 +63,8 @@ class BatchDataset(IterableDataset[Made]):
     def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Decode each sample into its row of its batch."""
         images: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
-        slot, places = self._places(piece, worker, number)
-        made.slots = [slot]
+        places = [(self.slot(row[0], worker, number), row) for row in piece.rows]
+        made.slot = self.slot(piece.step.global_step, worker, number)
         with torch.inference_mode():
             for group in self._prepared(zip(places, samples, strict=False)):
                 with remarks():  # around each image's own: see there
@@ -64,17 +72,6 @@ class BatchDataset(IterableDataset[Made]):
                         if ready.slot not in images:
                             images[ready.slot] = as_images(self.ring[ready.slot]).unbind()
                         self._finish(made, ready, images[ready.slot][ready.row[1]])
-
-    def _places(self, piece: Piece, worker: int, number: int) -> tuple[int, list[tuple[int, Row]]]:
-        """The slot that the main process is told of, and for each sample the slot and the row to write to.
-
-        With `queue` it is not known yet which batch the piece becomes a part of.
-        """
-        step = piece.step.global_step
-        if self.mixing.kind == "queue":
-            slot, first = self.mixing.queue_place(worker, number, len(self.ring))
-            return slot, [(slot, (step, first + i)) for i in range(len(piece.rows))]
-        return self.slot(step, worker, number), [(self.slot(row[0], worker, number), row) for row in piece.rows]
 
     def _prepared(self, wanted: Iterator[tuple[tuple[int, Row], Keyed]]) -> Iterator[list[Ready]]:
         """Read and label a few samples before their pixels are made: decoding leaves nothing of this code in the
@@ -103,7 +100,8 @@ class BatchDataset(IterableDataset[Made]):
             self.transform.finish(prepared, out)
         except (SampleError, ValueError) as error:
             cause = getattr(error, "cause", "bad image")
-            self._refuse(made, SkippedSample(cause, str(error), sample.shard, sample.count, sample.key))
+            bad = SkippedSample(cause, str(error), sample.shard, sample.count, sample.key)
+            self._refuse(made, ready.row[0], bad)
             return
         made.rows.append(ready.row)
         made.label.append(ready.label)
@@ -118,10 +116,10 @@ class BatchDataset(IterableDataset[Made]):
             return worker * per_worker + number % per_worker
         return global_step % len(self.ring)
 
-    def _refuse(self, made: Made, bad: SkippedSample) -> None:
+    def _refuse(self, made: Made, global_step: int, bad: SkippedSample) -> None:
         if not self.skip_errors:
             is_name = bad.detail.endswith("_field")
             what = "name the field" if is_name else "mend the shard (python -m common.check_shards)"
             raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; {what}, or leave such "
                             "samples out: --on_error skip")
-        made.skipped.append(bad)
+        made.skipped.append((global_step, bad))

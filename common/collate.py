@@ -50,13 +50,13 @@ class Made:
     number: int
     step: Step
     worker: int
-    slots: list[int] = field(default_factory=list)
+    slot: int = 0  # of the ring, where all of its rows are of one batch
     rows: list[tuple[int, int]] = field(default_factory=list)
     label: list[int] = field(default_factory=list)
     shard: list[str] = field(default_factory=list)
     count: list[int] = field(default_factory=list)
     key: list[str] = field(default_factory=list)
-    skipped: list[SkippedSample] = field(default_factory=list)
+    skipped: list[tuple[int, SkippedSample]] = field(default_factory=list)  # with the global step that it is missing in
     fatal: str | None = None
 
 
@@ -97,6 +97,5 @@ def assemble(step: Step, ring_slot: torch.Tensor, pieces: list[Made]) -> Batch:
         shard=[piece.shard[i] for _, piece, i in found],
         count=[piece.count[i] for _, piece, i in found],
         key=[piece.key[i] for _, piece, i in found],
-        skipped=[error for piece in pieces for error in piece.skipped
-                 if len(pieces) == 1 or piece.step.global_step == step.global_step],
+        skipped=[bad for piece in pieces for owner, bad in piece.skipped if owner == step.global_step],
     )

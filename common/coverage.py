@@ -52,7 +52,7 @@ def split_coverage(shard_sizes: Sequence[int] | np.ndarray, shard_order: Sequenc
     With `--shuffle -1` this says which samples, too: the ends of some workers' shards are missed, the beginnings of
     others' repeated. A shuffle buffer changes which, but not how many, since each pass over a worker's shards empties
     it: a whole pass gives every sample once, and a pass cut short gives distinct ones. `--mix shuffle` changes only
-    where a sample goes; with `--mix queue` the numbers are near the truth: a part that is late goes into a later batch.
+    where a sample goes; with `--mix queue` the numbers are near the truth where a batch cannot be cut into equal parts.
     """
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     numbers = range(steps) if isinstance(steps, int) else steps

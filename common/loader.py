@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import multiprocessing
 import os
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
@@ -23,11 +24,12 @@ from common.batch_dataset import BatchDataset
 from common.collate import Batch, Made, assemble, shared_ring
 from common.errors import UserError
 from common.loader_workers import CHECK_SECONDS, Deaths, awaited, deaf, end_workers, patience, start_worker
+from common.orders import Orders
 from common.page_lock import PageLock
 from common.processes import let_threads_settle
 from common.sampling import Step
 
-PREFETCH = 2  # pieces that each worker has ready ahead of time, as a rule
+PREFETCH = 2  # pieces that each worker has ready ahead of time
 
 
 class Loader:
@@ -44,25 +46,27 @@ class Loader:
     def __iter__(self) -> Generator[Batch, None, None]:
         """This rank's batch of each step that is left of the run. Raises UserError with what a worker found."""
         mixing, dataset = self.dataset.mixing, self.dataset
-        num_slots = mixing.num_slots(self._prefetch() if self.num_workers else 0)
+        num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
         dataset.ring = shared_ring(num_slots, mixing.batch_size, dataset.transform.size)
         made = self.made()
+        pieces: Iterator[Made] = map(_checked, made)
+        if mixing.kind == "queue":
+            context = multiprocessing.get_context(self.start_method)
+            dataset.orders = Orders(context, num_slots, mixing.num_workers)
+            pieces = dataset.orders.filled(pieces, self._steps())
         try:
             for group in mixing.groups(self._steps()):
-                taken = map(_checked, itertools.islice(made, len(group) * mixing.pieces_per_step))
-                pieces = list(_gathered(group[0], taken, dataset.ring) if mixing.kind == "queue" else taken)
+                taken = list(itertools.islice(pieces, len(group) * mixing.pieces_per_step))
                 for step in group:
-                    known = mixing.kind in ("none", "queue")
-                    slot = pieces[0].slots[0] if known else dataset.slot(step.global_step, 0, 0)
+                    slot = taken[0].slot if mixing.has_own_slots else dataset.slot(step.global_step, 0, 0)
                     if step.global_step >= dataset.source.plan.progress.global_step:
-                        yield assemble(step, dataset.ring[slot], pieces)
+                        yield assemble(step, dataset.ring[slot], taken)
         finally:
+            if dataset.orders is not None:
+                dataset.orders.close()
+                dataset.orders = None
             made.close()
             dataset.ring = torch.empty(0)  # its memory may be wanted before the next iteration makes another
-
-    def _prefetch(self) -> int:
-        """Pieces that each worker has ready. `queue`: one, that of a batch, or most would come in pairs of a worker."""
-        return 1 if self.dataset.mixing.kind == "queue" else PREFETCH
 
     def _steps(self) -> Iterator[Step]:
         """The steps of the source; from the start of a group where the run goes on within one."""
@@ -83,7 +87,7 @@ class Loader:
             yield from self.dataset
             return
         loader = DataLoader(
-            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=self._prefetch(),
+            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=PREFETCH,
             worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
             generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
             in_order=self.dataset.mixing.kind != "queue",
@@ -104,17 +108,6 @@ class Loader:
         finally:
             deaths.close()
             end_workers(made)
-
-
-def _gathered(step: Step, pieces: Iterable[Made], ring: torch.Tensor) -> Iterator[Made]:
-    """`queue`: pieces become the batch of `step`, copied into the ring's last slot before the next one is asked for."""
-    end = 0
-    for piece in pieces:
-        start, end = end, end + len(piece.rows)
-        places = torch.tensor([row for _, row in piece.rows], dtype=torch.int64)
-        torch.index_select(ring[piece.slots[0]], 0, places, out=ring[-1, start:end])
-        rows = [(step.global_step, row) for row in range(start, end)]
-        yield replace(piece, step=step, slots=[len(ring) - 1], rows=rows)
 
 
 def _checked(piece: Made) -> Made:

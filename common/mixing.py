@@ -1,17 +1,17 @@
 """Joining what several loader workers read into one batch: where each sample goes, as arithmetic. No torch.
 
-A worker writes a sample straight into the row of the batch that it ends up in, so mixing copies nothing (but queue).
+A worker writes a sample straight into the row of the batch that it ends up in, so mixing copies nothing.
 
     --mix none      batch t is made by one worker, t % num_workers
     --mix pooled    every worker makes an equal part of every batch
     --mix shuffle   num_workers batches are made by as many workers, and their rows permuted among them
-    --mix queue     every worker makes equal parts of batches; a batch is made of those that are ready first
+    --mix queue     as pooled, but the next part of a batch goes to the worker that is ready first
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from common.sampling import BUFFER, Step, deal, permutation
@@ -39,10 +39,7 @@ class Mix:
 
     @property
     def pieces_per_step(self) -> int:
-        if self.kind == "queue":  # equal parts, so that any of them make a batch: for each worker one, or somewhat more
-            most = self.batch_size
-            return next(number for number in range(min(self.num_workers, most), most + 1) if most % number == 0)
-        return self.num_workers if self.kind == "pooled" else 1
+        return self.num_workers if self.kind in ("pooled", "queue") else 1
 
     @property
     def has_own_slots(self) -> bool:
@@ -51,17 +48,8 @@ class Mix:
 
     def num_slots(self, prefetch: int) -> int:
         """Batches that may be in the making or in use at once, so that no worker writes into one still in use."""
-        if self.kind == "queue":  # the last worker to end is asked for the pieces of all; a slot for the batch
-            places = self.num_workers * (prefetch * self.num_workers + 1)
-            return -(-places // self.pieces_per_step) + 1
         per_worker = prefetch + (2 if self.kind == "shuffle" else 1)
-        return per_worker if self.kind == "pooled" else per_worker * self.num_workers
-
-    def queue_place(self, worker: int, number: int, num_slots: int) -> Row:
-        """Slot and first row where a worker writes its piece `number`, until the main process has copied it."""
-        places = (num_slots - 1) * self.pieces_per_step // self.num_workers
-        slot, part = divmod(worker * places + number % places, self.pieces_per_step)
-        return slot, part * (self.batch_size // self.pieces_per_step)
+        return per_worker if self.kind in ("pooled", "queue") else per_worker * self.num_workers
 
     def groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
         """Runs of steps that are made together. They begin anew with every epoch; `steps` may not begin within one."""
@@ -72,15 +60,23 @@ class Mix:
     def pieces(self, group: list[Step]) -> list[Piece]:
         """The pieces of a group, in the order of the workers that make them: piece n by worker n % num_workers."""
         if self.kind in ("pooled", "queue"):
-            step, size = group[0], self.pieces_per_step
-            return [Piece(step.global_step * size + part, step, [(step.global_step, row) for row in range(start, stop)])
-                    for part, (start, stop) in enumerate(pairwise(deal(self.batch_size, size)))]
+            first = group[0].global_step * self.num_workers
+            pieces = [self.part(number, group[0]) for number in range(first, first + self.num_workers)]
+            if self.kind == "queue":  # which part each becomes is not known yet: none is longer than the first
+                pieces = [replace(piece, rows=pieces[0].rows) for piece in pieces]
+            return pieces
         rows = [(step.global_step, row) for step in group for row in range(self.batch_size)]
         if self.kind == "shuffle":
             order = permutation(len(rows), self.seed, group[0].epoch, BUFFER, group[0].step)
             rows = [rows[i] for i in order]
         size = self.batch_size
         return [Piece(step.global_step, step, rows[i * size : (i + 1) * size]) for i, step in enumerate(group)]
+
+    def part(self, number: int, step: Step) -> Piece:
+        """Piece `number` where batches are cut into equal parts."""
+        global_step, part = divmod(number, self.num_workers)
+        start, stop = list(pairwise(deal(self.batch_size, self.num_workers)))[part]
+        return Piece(number, step, [(global_step, row) for row in range(start, stop)])
 
     def group_start(self, step: int) -> int:
         """The first step of the group that `step` of an epoch belongs to."""

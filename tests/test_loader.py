@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from common.assembly import classified, make_validation
 from common.batch_dataset import BatchDataset
 from common.collate import Batch, Made, SkippedSample, assemble
+from common.coverage import split_order
 from common.dataset import EpochPlan, ExactSource, StreamSource
 from common.distributed import World
 from common.fields import Fields
@@ -156,15 +159,20 @@ def test_mixing_joins_the_classes_of_shards_of_one_class_each(tmp_path: Path, sa
     assert mean["none"] == 1 and min(mean["pooled"], mean["shuffle"], mean["queue"]) >= 4, mean
 
 
-def test_the_last_worker_of_a_queue_overwrites_nothing(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for more pieces at once when the others have ended, and some of its batches have gaps."""
+def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Worker 0 makes its first pieces slowly."""
     fill = BatchDataset._fill
 
     def slowly(self: BatchDataset, made: Made, piece: Any, samples: Any, worker: int, number: int) -> None:
-        time.sleep(0.04 * (worker == 0 and number < 12))
+        time.sleep(seconds * (worker == 0 and number < 12))
         fill(self, made, piece, samples, worker, number)
 
     monkeypatch.setattr(BatchDataset, "_fill", slowly)
+
+
+def test_a_queue_overwrites_nothing(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some workers run ahead of a slow one as far as they may."""
+    slowed(monkeypatch, 0.04)
     fields, center = classified(Fields(), index), ImageTransform(32, "center")
     alone = BatchDataset(ExactSource(index, EpochPlan(72, 2, 1, 0, 1, 0, -1)), Mix("none", 2, 1, 0), fields, center)
     expected = pixels(Loader(alone, 0))
@@ -173,9 +181,49 @@ def test_the_last_worker_of_a_queue_overwrites_nothing(index: ShardIndex, monkey
     assert len(found) >= 18 and all(expected[key] == value for key, value in found.items())
 
 
-def test_what_a_queued_batch_left_out_is_counted() -> None:
-    """With `queue` a batch is used at another step than the one that its worker made it for."""
+@pytest.mark.parametrize("batch_size", [6, 7])
+def test_workers_of_a_queue_wait_for_each_other_at_an_epochs_end_alone(
+        index: ShardIndex, monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    """A batch is made by whoever is ready, of samples of its own epoch; equal parts give each worker its share."""
+    slowed(monkeypatch, 0.03)
+    num_epochs, steps = 3, 72 // batch_size
+    plan = EpochPlan(steps * batch_size, batch_size, num_epochs, 0, 1, 0, 10, drop_last=True)
+    dataset = BatchDataset(StreamSource(index, plan, False), Mix("queue", batch_size, 2, 0),
+                           classified(Fields(), index), ImageTransform(32))
+    batches = list(Loader(dataset, 2))
+    assert [batch.step.global_step for batch in batches] == list(range(num_epochs * steps))
+    assert all(len(batch) == batch_size for batch in batches)
+    assert any(len(set(batch.worker)) == 1 for batch in batches)  # worker 1 did not wait for the slow one
+    for epoch in range(num_epochs):
+        workers = Counter(worker for batch in batches if batch.step.epoch == epoch for worker in batch.worker)
+        assert max(workers.values()) - min(workers.values()) <= (0 if batch_size == 6 else steps), workers
+        order = split_order(index.sizes, 10, 0, epoch)
+        owners = {index.names[number]: worker for worker, number in enumerate(order)}
+        assert all(owners[shard] == worker for batch in batches if batch.step.epoch == epoch
+                   for shard, worker in zip(batch.shard, batch.worker, strict=True))
+
+
+@pytest.mark.parametrize("mix", ["none", "pooled", "shuffle", "queue"])
+def test_a_loader_that_is_left_early_ends_its_workers_at_once(
+        index: ShardIndex, monkeypatch: pytest.MonkeyPatch, mix: str) -> None:
+    """Those that wait for a place in the ring, too: torch would wait for them for five seconds each."""
+    slowed(monkeypatch, 0.3)  # the first batch comes when a faster worker has made all that there is room for
+    plan = EpochPlan(72, 6, 1, 0, 1, 0, 10, drop_last=True)
+    dataset = BatchDataset(StreamSource(index, plan, True), Mix(mix, 6, 2, 0), classified(Fields(), index),
+                           ImageTransform(32))
+    batches = iter(Loader(dataset, 2))
+    next(batches)
+    children = [child for child in multiprocessing.active_children() if child.is_alive()]
+    assert len(children) >= 2
+    batches.close()
+    assert all(child.exitcode == 0 for child in children), [child.exitcode for child in children]  # none was killed
+
+
+def test_a_skipped_sample_is_counted_in_the_batch_that_lacks_it() -> None:
     bad = SkippedSample("bad image", "cut", "s", 0, "k")
-    made = Made(4, Step(0, 4, 4, 8, 10), 0, rows=[(4, 1)], label=[1], shard=["s"], count=[1], key=["l"], skipped=[bad])
-    batch = assemble(Step(0, 2, 2, 4, 6), torch.zeros(2, 4, 4, 3, dtype=torch.uint8), [made])
-    assert batch.skipped == [bad] and batch.key == ["l"]
+    made = Made(4, Step(0, 2, 2, 4, 6), 0, rows=[(2, 1)], label=[1], shard=["s"], count=[1], key=["l"],
+                skipped=[(2, bad), (3, bad)])
+    other = Made(5, Step(0, 3, 3, 6, 8), 1, rows=[(3, 0), (2, 0)], label=[0, 1], shard=["t", "t"], count=[2, 3],
+                 key=["m", "n"])
+    batch = assemble(Step(0, 2, 2, 4, 6), torch.zeros(2, 4, 4, 3, dtype=torch.uint8), [made, other])
+    assert batch.skipped == [bad] and batch.key == ["n", "l"]

@@ -406,14 +406,13 @@ def test_a_shard_of_another_rank_or_worker_is_found(tmp_path):
     assert list(found) == ["deal"] and len(found["deal"]) == 2
 
 
-def test_batches_of_a_queue_may_come_from_the_epoch_beside(tmp_path):
-    run = make_run(tmp_path, "split", (6,) * 8, num_workers=2, mix="queue")
+@pytest.mark.parametrize("mix", ["none", "queue"])
+def test_a_batch_of_the_epoch_beside_is_found(tmp_path, mix):
+    run = make_run(tmp_path, "split", (6,) * 8, num_workers=2, mix=mix)
     rows = run.rows[1]
-    assert (rows[5]["epoch"], rows[7]["epoch"]) == (0, 1)
+    assert (rows[5]["epoch"], rows[7]["epoch"]) == (0, 1) and judge(run).kept
     for key in ("worker", "shard", "count", "key", "label"):
         rows[5][key], rows[7][key] = rows[7][key], rows[5][key]
-    assert judge(run).kept
-    run.config["plans"][0]["mix"] = "none"
     assert "deal" in faults(run)
 
 

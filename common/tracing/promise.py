@@ -65,21 +65,14 @@ class Split(Resampled):
 
     def check(self, found: Found) -> int:
         """Hold the rank and worker of each sample against the deal, too."""
-        plan, epoch, row = found.attempt.plan, found.place.epoch, found.row
-        own = self._is_own(found, epoch)
-        if plan.mix == "queue":  # a batch that was ready early or late may have been made for a neighbouring epoch
-            own |= self._is_own(found, epoch - 1) | self._is_own(found, epoch + 1)
-        ranks, workers = self._owners(plan, epoch)[:, found.shards]
+        row = found.row
+        ranks, workers = self._owners(found.attempt.plan, found.place.epoch)[:, found.shards]
+        own = (ranks == row.file_rank) & (workers == row.worker)
         for i in np.flatnonzero((found.shards >= 0) & ~own).tolist():
             to_worker = f"dealt to worker {workers[i]}, read by worker {row.worker[i]}"
             told = to_worker if ranks[i] == row.file_rank else f"dealt to rank {ranks[i]}"
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, {told}")
         return super().check(found)
-
-    def _is_own(self, found: Found, epoch: int) -> np.ndarray:
-        """Which samples are of shards that an epoch's deal gave to their rank and worker: bool, (n,)."""
-        ranks, workers = self._owners(found.attempt.plan, epoch)[:, found.shards]
-        return (ranks == found.row.file_rank) & (workers == found.row.worker)
 
     def _find_owners(self, plan: Plan, epoch: int) -> np.ndarray:
         """The rank and the worker of each shard: int64, (2, shards)."""

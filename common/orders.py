@@ -1,0 +1,64 @@
+"""`--mix queue`: the parts of batches that are wanted next; the worker that is ready first takes the first of them.
+
+    orders = Orders(multiprocessing.get_context(), num_slots=3, num_workers=2)
+    orders.next(epoch)                  # a worker: the number of the part to make
+    orders.filled(pieces, steps)        # the main process: places the orders, and sorts what comes back
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import SimpleQueue
+
+from common.collate import Made
+from common.sampling import Step
+
+
+class Orders:
+    """A worker waits until there is room for a part in the ring of batches, which has `num_slots`.
+
+    A part is made of samples of its own epoch, so a worker that is ahead at an epoch's end waits for the others:
+    there is a queue for each epoch that may be under way at once.
+    """
+
+    def __init__(self, context: BaseContext, num_slots: int, num_workers: int):
+        self.num_slots, self.num_workers = num_slots, num_workers
+        self._queues: list[SimpleQueue[int | None]] = [context.SimpleQueue() for _ in range(num_slots)]
+
+    def next(self, epoch: int) -> int | None:
+        """The number of the part to make. None: no more are wanted. Called by workers."""
+        return self._of(epoch).get()
+
+    def filled(self, pieces: Iterator[Made], steps: Iterator[Step]) -> Iterator[Made]:
+        """The pieces, which come as they get ready, by number. To be asked for a step's when the batch before is done
+        with: only then is its place in the ring ordered anew."""
+        steps, ahead = itertools.tee(steps)
+        early: dict[int, Made] = {}
+        self._place(itertools.islice(ahead, self.num_slots - 1))
+        for step in steps:
+            self._place(itertools.islice(ahead, 1))
+            for number in self._numbers(step):
+                while number not in early:
+                    piece = next(pieces)
+                    early[piece.number] = piece
+                yield early.pop(number)
+
+    def close(self) -> None:
+        """Let all workers go, those that wait included. Called by the main process, before it ends them."""
+        for queue in self._queues:
+            for _ in range(self.num_workers):
+                queue.put(None)
+            queue.close()
+
+    def _place(self, steps: Iterator[Step]) -> None:
+        for step in steps:
+            for number in self._numbers(step):
+                self._of(step.epoch).put(number)
+
+    def _numbers(self, step: Step) -> range:
+        return range(step.global_step * self.num_workers, (step.global_step + 1) * self.num_workers)
+
+    def _of(self, epoch: int) -> SimpleQueue[int | None]:
+        return self._queues[epoch % len(self._queues)]
