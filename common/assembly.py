@@ -38,15 +38,16 @@ from common.transforms import ImageTransform
 Saved = dict[str, Any]
 
 
-def open_shards(world: World, patterns: Sequence[str], fields: Fields, storage: Storage | None = None,
+def open_shards(world: World, patterns: Sequence[str], fields: Fields | None, storage: Storage | None = None,
                 exact: bool = True) -> ShardIndex:
     """The index of a data set: read or made by rank 0, the same on every rank, of shards that every node sees.
 
-    `exact`: they are going to be read by position, as validation always does.
+    `fields` say where images and labels are; None: there need be none. `exact`: they are going to be read by position,
+    as validation always does.
     """
     bar = partial(tqdm, desc="scanning shards", disable=None, leave=False)
-    index = world.on_main(
-        lambda: ShardIndex.open(patterns, fields, lambda items, total: bar(items, total=total), storage))
+    index = world.on_main(lambda: ShardIndex.open(
+        patterns, fields, lambda items, total: bar(items, total=total), storage, labels=fields is not None))
     if exact:
         index.storage.check_positions(index.paths)
     check_shards(world, index.paths)

@@ -33,6 +33,8 @@ class Ready(NamedTuple):
 class BatchDataset(IterableDataset[Made]):
     """Decodes the pieces of a source into a ring. Each loader worker iterates it, or without any the main process."""
 
+    kind: type[Made] = Made
+
     def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform,
                  skip_errors: bool = False):
         super().__init__()
@@ -54,7 +56,7 @@ class BatchDataset(IterableDataset[Made]):
                     if ordered is None:
                         return
                     piece = self.mixing.part(ordered, piece.step)
-                made = Made(piece.number, piece.step, maker)
+                made = self.kind(piece.number, piece.step, maker)
                 self._fill(made, piece, samples, worker, number)
                 yield made
         except UserError as error:

@@ -31,30 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.plan:  # needs no torch
-        from common.benchmarks.plan import show_plan
+        from common.benchmarks.plan import Job, Place, show_plan
 
         return show_plan(
-            args.shards,
-            args.samples_per_shard,
-            args.batch_size,
-            args.ranks,
-            args.workers,
-            args.shuffle,
-            args.seed,
-            (args.rank, args.worker, args.epoch, max(args.step or 0, 0)),
-        )
+            Job(args.shards, args.samples_per_shard, args.batch_size, args.ranks, args.workers, args.shuffle,
+                args.seed),
+            Place(args.rank, args.worker, args.epoch, max(args.step or 0, 0)))
     from common.benchmarks.loader import Input, show_loader
 
     data = Input.open(
-        args.shard_path,
-        batch_size=args.batch_size,
-        sampling=args.sampling,
-        mix=args.mix,
-        augment=args.augment,
-        image_size=args.image_size,
-        shuffle=args.shuffle,
-        seed=args.seed,
-    )
+        args.shard_path, batch_size=args.batch_size, sampling=args.sampling, mix=args.mix, augment=args.augment,
+        image_size=args.image_size, shuffle=args.shuffle, seed=args.seed)
     if args.step is not None:
         from common.benchmarks.step import show_step
 

@@ -28,7 +28,7 @@ from common.errors import UserError
 from common.fields import RawSample, lost_sample
 from common.indexing.reader import ShardReader
 from common.mixing import Mix, Piece
-from common.sampling import AUGMENT, BUFFER, Progress, Step, mix
+from common.sampling import AUGMENT, BUFFER, Progress, Step, hashed
 from common.shards import ShardIndex
 from common.tars.samples import TornTar
 from common.tars.stream import stream_samples
@@ -40,7 +40,7 @@ Keyed = tuple[int, RawSample]  # the hash that all randomness of this sample's a
 class EpochPlan:
     """Which steps there are and which part of them is this rank's. `window` is what --shuffle says, in samples."""
 
-    num_samples: int  # what an epoch counts
+    epoch_samples: int
     global_batch: int
     num_epochs: int
     rank: int
@@ -52,7 +52,7 @@ class EpochPlan:
 
     def steps(self) -> Iterator[Step]:
         """Every step that is left of the run."""
-        return sampling.steps(self.num_samples, self.global_batch, self.num_epochs, self.progress, self.drop_last)
+        return sampling.steps(self.epoch_samples, self.global_batch, self.num_epochs, self.progress, self.drop_last)
 
 
 class Source(Protocol):
@@ -93,7 +93,7 @@ class ExactSource:
 
     def _read(self, reader: ShardReader, order: sampling.EpochOrder, start: int, stop: int) -> Iterator[Keyed]:
         for position, (shard, place) in zip(range(start, stop), order.locate(start, stop).tolist(), strict=True):
-            yield mix(self.plan.seed, order.epoch, position, AUGMENT), reader.read(shard, place)
+            yield hashed(self.plan.seed, order.epoch, position, AUGMENT), reader.read(shard, place)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class StreamSource:
     def _stream(self, epoch: int, worker: int, num_workers: int) -> Iterator[Keyed]:
         """An endless stream of one worker's samples: the pipeline of this epoch, repeated."""
         plan = self.plan
-        seed = mix(plan.seed, epoch, BUFFER, plan.rank, worker)
+        seed = hashed(plan.seed, epoch, BUFFER, plan.rank, worker)
         if self.resampled and plan.window >= 0:
             filled = [str(number) for number in np.flatnonzero(self.index.sizes)]
             shards = [wds.ResampledShards(filled, deterministic=True, worker_seed=partial(int, seed))]
@@ -142,7 +142,7 @@ class StreamSource:
             _buffer(plan.window, seed),
         ).repeat()
         for number, sample in enumerate(_explained(pipeline, plan.rank, worker)):
-            yield mix(seed, number, AUGMENT), sample
+            yield hashed(seed, number, AUGMENT), sample
 
     def _complete(self, samples: Iterator[Keyed], size: int) -> Iterator[Keyed]:
         missing = size

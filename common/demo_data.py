@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common.errors import UserError
 from common.files import read_json, remedy, write_atomic
 from common.processes import available_cpus, run_jobs
-from common.sampling import mix
+from common.sampling import hashed
 
 VERSION = 1  # of the drawings: another number, other images
 MARKER = "demo.json"  # says what a complete folder holds
@@ -52,7 +52,7 @@ CLASSES = tuple(sorted(PATTERNS))
 
 def draw(number: int, seed: int) -> Image.Image:
     """Image `number` of the data set, an RGB image of 256 to 320 pixels a side. Its class is number % 6."""
-    random = np.random.Generator(np.random.PCG64(mix(seed, VERSION, number)))
+    random = np.random.Generator(np.random.PCG64(hashed(seed, VERSION, number)))
     height, width = random.integers(256, 321, 2).tolist()
     y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)[None]
     inside = _pattern(CLASSES[number % len(CLASSES)], x, y, random)

@@ -127,7 +127,7 @@ def process_group(devices: list[torch.device], timeout_seconds: float,
     A `stop` while it waits for ranks that do not come ends it soon.
     """
     launch = Launch.from_env(os.environ)
-    world = World(launch.rank, launch.size, launch.local_rank, _own_device(devices, launch), timeout_seconds)
+    world = World(launch.rank, launch.size, launch.local_rank, own_device(devices, launch), timeout_seconds)
     if not launch.launcher:
         tasks = tasks_without_srun(os.environ)
         several = f"this Slurm job has {tasks} tasks: srun python" if tasks else "several: torchrun --nproc_per_node=N"
@@ -171,7 +171,7 @@ def choose_devices(device: str, gpu: Sequence[int] | None) -> list[torch.device]
     return [torch.device("cuda", number) for number in gpu or range(num_devices)]
 
 
-def _own_device(devices: list[torch.device], launch: Launch) -> torch.device:
+def own_device(devices: list[torch.device], launch: Launch) -> torch.device:
     """The device of a rank: the one that belongs to its local rank, or the only one that the launcher made visible."""
     if devices[0].type == "cpu":
         return devices[0]

@@ -18,7 +18,7 @@ from common.dataset import ExactSource, Keyed
 from common.fields import Fields, RawSample
 from common.images.decode import Data, Picture
 from common.indexing.reader import ShardReader
-from common.sampling import AUGMENT, EpochOrder, deal, mix
+from common.sampling import AUGMENT, EpochOrder, deal, hashed
 from common.shards import ShardIndex
 from common.transforms import ImageTransform, Prepared
 
@@ -39,8 +39,8 @@ class DummySource(ExactSource):
 
     def _read(self, reader: ShardReader, order: EpochOrder, start: int, stop: int) -> Iterator[Keyed]:
         for position, (shard, place) in zip(range(start, stop), order.locate(start, stop).tolist(), strict=True):
-            key = mix(self.plan.seed, order.epoch, position, AUGMENT)
-            fields = {"noise": b"", "cls": str(mix(key) % NUM_CLASSES).encode()}
+            key = hashed(self.plan.seed, order.epoch, position, AUGMENT)
+            fields = {"noise": b"", "cls": str(hashed(key) % NUM_CLASSES).encode()}
             yield key, RawSample(self.index.names[shard], place, f"{place:06d}", fields)
 
 

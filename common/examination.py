@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,6 @@ from common import checkpoint
 from common.distributed import World
 from common.errors import UserError
 from common.evaluation import Validation, evaluate
-from common.launching.failure import SharedError
 from common.predictions import Predictions, skipped_path
 from common.running.error_log import ErrorLog
 from common.step import Recipe
@@ -31,13 +31,16 @@ def trained_weights(world: World, validation: Validation, resume: str, output: s
     The validation set comes back with the classes of that model, where the file tells them. Raises SharedError where a
     label means something else to it.
     """
-    if resume == "auto":
-        found = world.on_main(lambda: checkpoint.newest(Path(output or "")))
-        if found is None:
-            raise SharedError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume")
-        resume = str(found[0])
-    file = weights if resume == "none" else resume
-    plan = world.on_main(lambda: checkpoint.load(Path(file)).get("plan") if os.path.exists(file) else None)
+    def find() -> tuple[str, Any]:
+        if resume == "auto":
+            newest = checkpoint.newest(Path(output or ""))
+            if newest is None:
+                raise UserError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume")
+            return str(newest[0]), newest[1].get("plan")
+        file = weights if resume == "none" else resume
+        return file, checkpoint.load(Path(file)).get("plan") if os.path.exists(file) else None
+
+    file, plan = world.on_main(find)
     if isinstance(plan, dict) and "num_classes" in plan:
         validation = validation.matched(plan["num_classes"], plan.get("classes"))
     return file, validation
@@ -48,7 +51,7 @@ def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, s
     """One validation: its numbers on stdout, and the predictions in `file`. Every rank calls it.
 
     What `--on_error skip` leaves out counts as in training, and is listed beside `file` in STEM.errors.jsonl. After a
-    stop signal nothing is printed, and there is neither file.
+    stop signal no numbers are printed, and there is neither file.
     """
     module.to(world.device).to(memory_format=recipe.memory_format)
     listed = skipped_path(file) if file else None
@@ -67,8 +70,10 @@ def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, s
         if predictions is not None and result is not None:
             predictions.finish()
     skipped = errors.skipped()
-    if world.is_main and result is None and listed is not None:
-        listed.unlink(missing_ok=True)
+    if world.is_main and result is None:
+        print("stopped: nothing was evaluated", flush=True)
+        if listed is not None:
+            listed.unlink(missing_ok=True)
     if world.is_main and result is not None:
         numbers = {name: value for name, value in result.items() if isinstance(value, float)}
         words = ", ".join(f"{name} {value!r}{' %' * (name != 'loss')}" for name, value in numbers.items())

@@ -49,7 +49,7 @@ class Loader:
         num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
         dataset.ring = shared_ring(num_slots, mixing.batch_size, dataset.transform.size)
         made = self.made()
-        pieces: Iterator[Made] = map(_checked, made)
+        pieces: Iterator[Made] = map(checked, made)
         if mixing.kind == "queue":
             context = multiprocessing.get_context(self.start_method)
             dataset.orders = Orders(context, num_slots, mixing.num_workers)
@@ -110,7 +110,8 @@ class Loader:
             end_workers(made)
 
 
-def _checked(piece: Made) -> Made:
+def checked(piece: Made) -> Made:
+    """The piece. Raises UserError with what its worker found wrong."""
     if piece.fatal is not None:
         raise UserError(piece.fatal)
     return piece

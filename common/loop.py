@@ -177,7 +177,8 @@ def asked_to_stop(run: Run) -> bool:
     now = time.monotonic()
     if run.world.is_main and now - run.stop_looked_for_at >= 1.0:
         run.stop_looked_for_at = now
-        run.stop.requested = run.records.folder.stop_requested() or run.stop.requested
+        if run.records.folder.stop_requested():
+            run.stop.requested = True
     return run.stop.requested
 
 

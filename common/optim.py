@@ -27,9 +27,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """adam, adamw or sgd over the parameters that want a gradient; the scripts call it once `module` is on its device.
 
-    Two groups, always: weights decay, norms and biases (one-dimensional) do not. Raises UserError naming the flag.
+    Two groups, always: weights decay, norms and biases (one-dimensional) do not. Raises UserError for a name
+    or a model that is none, and as torch does for numbers.
     """
-    _check(lr, betas, momentum, weight_decay)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("nothing to train: every parameter is frozen; --arch; unfreeze at least the head")
@@ -44,17 +44,6 @@ def build_optimizer(
         adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
         return adam(groups, lr=lr, betas=(betas[0], betas[1]), fused=True)
     raise UserError(f"no such optimizer; --optimizer {name}; use adam, adamw or sgd")
-
-
-def _check(lr: float, betas: Sequence[float], momentum: float, weight_decay: float) -> None:
-    if not 0 <= lr < math.inf:
-        raise UserError(f"the learning rate must be 0 or more, and finite; -lr {lr}; 1e-4 is the default")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"two numbers from 0 to below 1; --betas {' '.join(map(str, betas))}; 0.9 0.999 is the default")
-    if not 0 <= momentum < 1:
-        raise UserError(f"the momentum must be from 0 to below 1; --momentum {momentum}; 0.9 is usual")
-    if not 0 <= weight_decay < math.inf:
-        raise UserError(f"weight decay must be 0 or more, and finite; --weight_decay {weight_decay}; use 0 for none")
 
 
 def learning_rate(step: float, *, base: float, schedule: str, warmup_steps: int, total_steps: int) -> float:

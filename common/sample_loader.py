@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from common.access.storage import Storage
-from common.assembly import make_source
+from common.assembly import make_source, open_shards
 from common.batch_dataset import BatchDataset
 from common.collate import Made
-from common.dataset import ExactSource, Source
+from common.dataset import ExactSource, Keyed, Source
 from common.distributed import World
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
 from common.images.decode import decode_image
 from common.indexing.reader import ShardReader
-from common.loader import Loader
-from common.mixing import Mix
+from common.loader import Loader, checked
+from common.mixing import Mix, Piece
 from common.plan import Plan
 from common.sampling import Progress, Step
 from common.shards import ShardIndex
@@ -84,7 +84,7 @@ class SampleLoader:
     @cached_property
     def index(self) -> ShardIndex:
         """What is in the shards; every rank asks for it, rank 0 reads it."""
-        return self.world.on_main(lambda: ShardIndex.open(self.shards, storage=self.storage, labels=False))
+        return open_shards(self.world, self.shards, None, self.storage, self.sampling == "exact")
 
     @cached_property
     def plan(self) -> Plan:
@@ -98,14 +98,15 @@ class SampleLoader:
         source = make_source(self.plan, self.index, self.world.rank, self.progress)
         num_workers = self.plan.workers_of(self.world.rank)
         mixing = Mix("none", self.batch_size, max(num_workers, 1), self.seed)
-        made = Loader(FieldDataset(source, mixing, self.fields), num_workers).made()
+        dataset = FieldDataset(source, mixing, self.fields)
+        made = Loader(dataset, num_workers, timeout_seconds=self.storage.timeout_seconds).made()
         try:
-            for batch in made:
-                if batch.fatal is not None:
-                    raise self.world.own_error(UserError(batch.fatal))
+            for batch in map(checked, made):
                 assert isinstance(batch, MadeFields)
                 yield {**batch.values, "__shard__": batch.shard, "__count__": batch.count, "__key__": batch.key,
                        "__step__": batch.step}
+        except UserError as error:
+            raise self.world.own_error(error) from None
         finally:
             made.close()
 
@@ -120,26 +121,22 @@ class MadeFields(Made):
 class FieldDataset(BatchDataset):
     """Applies the functions to the samples of a source. Iterated by every worker, or by the main process."""
 
+    kind = MadeFields
+
     def __init__(self, source: Source, mixing: Mix, functions: Functions):
         super().__init__(source, mixing, Fields(), ImageTransform())
         self.functions = functions
 
-    def __iter__(self) -> Iterator[Made]:
-        info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        try:
-            for piece, samples in self.source.pieces(worker, num_workers, self.mixing):
-                made = MadeFields(piece.number, piece.step, worker)
-                values = []
-                for _, sample in samples:
-                    values.append(self._read(sample))
-                    made.shard.append(sample.shard)
-                    made.count.append(sample.count)
-                    made.key.append(sample.key)
-                made.values = self._joined(values, made) if values else self._empty()
-                yield made
-        except UserError as error:
-            yield Made(-1, Step(0, 0, 0, 0, 0), worker, fatal=str(error))
+    def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
+        """Apply the functions to each sample, and put together what they make."""
+        assert isinstance(made, MadeFields)
+        values = []
+        for _, sample in samples:
+            values.append(self._read(sample))
+            made.shard.append(sample.shard)
+            made.count.append(sample.count)
+            made.key.append(sample.key)
+        made.values = self._joined(values, made) if values else self._empty()
 
     def _read(self, sample: RawSample) -> dict[str, Any]:
         values = {}

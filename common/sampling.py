@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def mix(*numbers: int) -> int:
+def hashed(*numbers: int) -> int:
     """Fold integers into one 64-bit hash. Equal numbers in another order give another hash.
 
     The finaliser is that of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -41,7 +41,7 @@ def mix(*numbers: int) -> int:
 def permutation(size: int, *key: int) -> np.ndarray:
     """A permutation of range(size) fixed by `key`: int64, shape (size,). Sorts a hash of each index."""
     with np.errstate(over="ignore"):
-        state = np.arange(size, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(mix(*key))
+        state = np.arange(size, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(hashed(*key))
         state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         state ^= state >> np.uint64(31)

@@ -21,7 +21,7 @@ from common.data_parallel import padded_size
 from common.distributed import World
 from common.metrics import correct_counts
 from common.optim import autocast, learning_rate, set_lr
-from common.sampling import STEP, Step, deal, mix
+from common.sampling import STEP, Step, deal, hashed
 from common.watch import Watch
 
 
@@ -77,7 +77,7 @@ class Stepper:
     def train(self, batch: Batch) -> Outcome:
         """One step on this rank's part of a global batch. Every rank calls it, also with no samples."""
         recipe, step = self.recipe, batch.step
-        torch.manual_seed(mix(recipe.seed, STEP, step.global_step, self.world.rank))  # dropout and the like
+        torch.manual_seed(hashed(recipe.seed, STEP, step.global_step, self.world.rank))  # dropout and the like
         set_lr(self.optimizer, recipe.lr_at(step))
         self.optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # of the losses, of right answers
@@ -94,7 +94,7 @@ class Stepper:
             sums += torch.cat([losses.detach()[:num_real].double().sum()[None], correct])
         self._update()
         self.watch.after(batch)
-        loss_sum, num_correct = sums.tolist()  # waits for the device: once a step, so nothing above may
+        loss_sum, num_correct = sums.tolist()  # waits for the device; of what is above, fp16's scaler alone does
         return Outcome(loss_sum, int(num_correct), len(batch))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:

@@ -1,7 +1,7 @@
 """Encoded image -> pixels in the batch: decode, crop, flip and resize in as few passes as possible.
 
     >>> transform = ImageTransform(size=224, augment="crop")
-    >>> transform(data, key=mix(seed, epoch, position, AUGMENT), out=batch[i])
+    >>> transform(data, key=hashed(seed, epoch, position, AUGMENT), out=batch[i])
 
 Pixels stay uint8 and channels-last from the decoder to the device; the resized crop is written straight
 into its place in the batch. All randomness comes from the key, so it does not depend on the process.
@@ -98,7 +98,7 @@ class ImageTransform:
         if factor > 1:
             out.copy_(picture.scaled(box, self.size, factor))
         else:
-            _resize(picture.pixels(box, self.skip_rows), (self.size, self.size), None, out)
+            resize(picture.pixels(box, self.skip_rows), (self.size, self.size), None, out)
         if mirror:
             out.copy_(out.flip(2))  # after the resize there is less to turn: 17 µs instead of 70, and the same pixels
 
@@ -115,7 +115,7 @@ class ImageTransform:
         pixels = picture.pixels(Box(rows.first, rows.last, columns.first, columns.last), self.skip_rows)
         shape = rows.skip + self.size, columns.skip + self.size
         resized = torch.empty((*shape, 3), dtype=torch.uint8).permute(2, 0, 1)
-        _resize(pixels, shape, (1 / rows.scale, 1 / columns.scale), resized)
+        resize(pixels, shape, (1 / rows.scale, 1 / columns.scale), resized)
         out.copy_(resized[:, rows.skip :, columns.skip :])
 
 
@@ -177,7 +177,7 @@ def _reduction(picture: Picture, box: Box, size: int) -> int:
     return next((factor for factor in picture.reductions() if side >= REDUCTION_MARGIN * size * factor), 1)
 
 
-def _resize(pixels: Tensor, shape: tuple[int, int], scales: tuple[float, float] | None, out: Tensor) -> None:
+def resize(pixels: Tensor, shape: tuple[int, int], scales: tuple[float, float] | None, out: Tensor) -> None:
     """Antialiased bilinear resize of uint8 (3, h, w) to `shape`, into `out` (3, *shape); `scales`: outputs per pixel.
 
     The kernel behind torch.nn.functional.interpolate(antialias=True), called by its own name for the sake of `out`.

@@ -116,7 +116,7 @@ def _size(job: Job) -> int:
 
 
 def kill_and_finish(job: Job, num_kills: int, rng: random.Random) -> list[str]:
-    """Start, kill, start again, …, and let the last start come to its end."""
+    """Start, kill, start again, …, as often as asked or until a start comes to its end; then once to the end."""
     done = []
     for _ in range(num_kills):
         process = job.start()
@@ -124,7 +124,9 @@ def kill_and_finish(job: Job, num_kills: int, rng: random.Random) -> list[str]:
             done.append(kill_one(job, process, rng))
         finally:
             result = end(process, RUN_SECONDS)
-        if "too late" not in done[-1] and "Traceback" in result.err.split("torch/distributed/")[0]:
+        if "too late" in done[-1]:
+            break  # the run is complete
+        if "Traceback" in result.err.split("torch/distributed/")[0]:
             done[-1] += f", a traceback:\n{result.err}"
     end(job.start(), RUN_SECONDS).check()
     assert not job.processes()

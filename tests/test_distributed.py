@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.distributed import World, _own_device, choose_devices, process_group, single_process
+from common.distributed import World, choose_devices, own_device, process_group, single_process
 from common.errors import UserError
 from common.launching.launch_env import Launch
 from tests.helpers import ROOT, TINY, end, start, write_shards
@@ -64,11 +64,11 @@ def test_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_device_of_a_rank():
-    assert _own_device([CPU] * 3, Launch(1, 2, 1, local_size=2)) == CPU
-    assert _own_device(GPUS, Launch(3, 4, 1, local_size=2)) == GPUS[1]
-    assert _own_device(GPUS[:1], Launch(3, 4, 3, local_size=4, one_device_each=True)) == GPUS[0]
+    assert own_device([CPU] * 3, Launch(1, 2, 1, local_size=2)) == CPU
+    assert own_device(GPUS, Launch(3, 4, 1, local_size=2)) == GPUS[1]
+    assert own_device(GPUS[:1], Launch(3, 4, 3, local_size=4, one_device_each=True)) == GPUS[0]
     with pytest.raises(UserError, match="more ranks than devices: local rank 3, 1 visible; --nproc_per_node"):
-        _own_device(GPUS[:1], Launch(3, 4, 3, local_size=4))
+        own_device(GPUS[:1], Launch(3, 4, 3, local_size=4))
 
 
 def test_devices_without_a_gpu(monkeypatch: pytest.MonkeyPatch):

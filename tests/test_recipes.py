@@ -14,7 +14,7 @@ import train_single
 from common import loop, sampling, trace
 from common.config import TrainConfig
 from common.distributed import World
-from common.tracing import promise as trace_promise
+from common.tracing import promise
 from tests.helpers import ROOT, global_batches, jpeg, rows, write_shards
 from tests.tars import write_tar
 
@@ -71,7 +71,7 @@ def test_model(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> N
 def test_sampling_order(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     order, usual = recipe("Backwards"), sampling.EpochOrder((9, 4, 7), 5000, 3, 0).locate(0, 20).tolist()
     monkeypatch.setattr(sampling, "EpochOrder", order)
-    monkeypatch.setattr(trace_promise, "EpochOrder", order)
+    monkeypatch.setattr(promise, "EpochOrder", order)
     output = train("--on_error", "stop")
     used = [sample for _, batch in sorted(global_batches(output).items()) for sample in batch]
     assert used == [(f"test-{shard:04d}", place) for shard, place in reversed(usual)]

@@ -17,7 +17,7 @@ from common import batch_dataset, checkpoint, dataset
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
-from common.indexing import reader as shard_reader
+from common.indexing import reader
 from tests.helpers import rows, run, write_shards
 from tests.kill_runs import differences, effective, same
 
@@ -141,7 +141,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int
 
 
 def test_exact_reads_and_streams_decode_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode, owner, name in (("exact", shard_reader.ShardReader, "read"),
+    for mode, owner, name in (("exact", reader.ShardReader, "read"),
                               ("resampled", batch_dataset.BatchDataset, "_fill")):
         flags = ("--sampling", mode, "-w", 0)
         train(folder, f"counted {mode}", *flags, "--max_steps", 6)

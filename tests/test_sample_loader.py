@@ -34,6 +34,10 @@ class Alone(World):
     def on_main(self, function: Any) -> Any:
         return function()
 
+    def agree(self, error: UserError | None) -> None:
+        if error:
+            raise error
+
 
 def world(rank: int = 0, size: int = 1) -> World:
     return Alone(rank, size, rank, torch.device("cpu"))

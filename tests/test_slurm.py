@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import ROOT, run, write_shards
-from tests.helpers import trace as trace_of
+from tests.helpers import ROOT, run, trace, write_shards
 
 pytestmark = pytest.mark.slow
 NAMESPACES = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "true")
@@ -142,7 +141,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 def test_srun_without_torchrun(undisturbed: Path):
     status = json.loads((undisturbed / "status.json").read_text())
     assert status["state"] == "complete" and status["attempt"] == 0
-    rows = trace_of(undisturbed)
+    rows = trace(undisturbed)
     assert sorted(rows) == [0, 1, 2, 3] and {row["world_size"] for row in rows[3]} == {4}
     assert [len(rows[rank]) for rank in range(4)] == [2 * 76] * 4  # ceil(601 / 8) steps each
     run("common.trace", undisturbed).check(0)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.errors import UserError
 from common.trace import main
-from common.tracing import plot as trace_plot
+from common.tracing import plot
 from common.tracing.audit import audit
 from common.tracing.canvas import NUM_COLUMNS, Canvas
 from common.tracing.run import Run
@@ -77,10 +77,10 @@ def test_a_large_trace_is_drawn_from_a_sample_that_says_the_same(tmp_path, monke
     filled = sample.shards[..., 0] >= 0
     assert filled.mean() > 0.95
     assert (sample.shards[..., 0] == whole.shards[..., 0])[filled].mean() > 0.9  # a column may lie across a border
-    monkeypatch.setattr(trace_plot, "MAX_BYTES", 1000)
-    assert "a sample" in trace_plot.figure(tmp_path).axes[0].get_title()
+    monkeypatch.setattr(plot, "MAX_BYTES", 1000)
+    assert "a sample" in plot.figure(tmp_path).axes[0].get_title()
     monkeypatch.undo()
-    assert "promise kept" in trace_plot.figure(tmp_path).axes[0].get_title()
+    assert "promise kept" in plot.figure(tmp_path).axes[0].get_title()
 
 
 @pytest.mark.parametrize("num_shards", [3, 40])
@@ -100,8 +100,8 @@ def test_the_command_writes_a_picture(tmp_path, capsys, num_shards):
 def test_a_plot_of_an_unknown_format_is_an_error(tmp_path):
     run = make_run(tmp_path / "run").write()
     with pytest.raises(UserError, match="--plot"):
-        trace_plot.plot(run, tmp_path / "steps.docx")
-    trace_plot.plot(run, tmp_path / "steps.png")
+        plot.plot(run, tmp_path / "steps.docx")
+    plot.plot(run, tmp_path / "steps.png")
 
 
 def test_a_plot_onto_a_folder_is_an_error(tmp_path, capsys):

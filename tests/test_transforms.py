@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional
 from common import transforms
 from common.images.decode import decode_image, open_image
 from common.images.picture import Box
-from common.sampling import AUGMENT, mix
+from common.sampling import AUGMENT, hashed
 from common.transforms import ImageTransform, random_crop
 
 
@@ -220,7 +220,7 @@ def test_what_is_never_reduced() -> None:
 def test_all_randomness_comes_from_the_key() -> None:
     data = encode(photo(100, 140))
     transform = ImageTransform(32, "crop")
-    keys = [mix(0, epoch, position, AUGMENT) for epoch in range(2) for position in range(32)]
+    keys = [hashed(0, epoch, position, AUGMENT) for epoch in range(2) for position in range(32)]
     random.seed(0)
     torch.manual_seed(0)
     before = random.getstate(), torch.get_rng_state()
@@ -270,7 +270,7 @@ class _Largest(random.Random):
 def test_half_of_the_images_are_mirrored() -> None:
     slope = np.broadcast_to(np.arange(200, dtype=np.uint8)[None, :, None], (200, 200, 3))
     data = encode(Image.fromarray(slope), "PNG")
-    images = [apply(ImageTransform(16), data, mix(key)) for key in range(400)]
+    images = [apply(ImageTransform(16), data, hashed(key)) for key in range(400)]
     assert 150 < sum(int(image[0, 0, 0]) > int(image[0, 0, -1]) for image in images) < 250
 
 

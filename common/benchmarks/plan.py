@@ -8,58 +8,76 @@ from __future__ import annotations
 import itertools
 import time
 import tracemalloc
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.errors import UserError
 from common.sampling import EpochOrder, Progress, Step, num_steps, steps, worker_of
 
-Place = tuple[int, int, int, int]  # rank, worker, epoch, step: which of a worker's batches is asked for
+
+class Place(NamedTuple):
+    """Which of a worker's batches is asked for: the first from `step` of the epoch on."""
+
+    rank: int
+    worker: int
+    epoch: int
+    step: int
 
 
-def show_plan(
-    num_shards: int,
-    samples_per_shard: int,
-    batch_size: int,
-    num_ranks: int,
-    num_workers: int,
-    window: int,
-    seed: int,
-    place: Place,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Job:
+    """A data set of equal shards, and who reads it in which order. `batch_size` is that of one rank."""
+
+    num_shards: int
+    samples_per_shard: int
+    batch_size: int
+    num_ranks: int
+    num_workers: int
+    window: int
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_shards * self.samples_per_shard
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.num_ranks
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return num_steps(self.num_samples, self.global_batch)
+
+    def samples(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """Shard and sample at the positions [first, last) of an epoch: int64, (last - first, 2)."""
+        sizes = np.full(self.num_shards, self.samples_per_shard)
+        return EpochOrder(sizes, self.window, self.seed, epoch).locate(first, last)
+
+
+def show_plan(job: Job, place: Place) -> dict[str, Any]:
     """Make the order of one epoch, look up one worker's batch; print and return what it is and what that cost."""
-    rank, worker, epoch, step_number = place
-    if not (0 <= rank < num_ranks and 0 <= worker < num_workers and epoch >= 0):
-        raise UserError(
-            f"no rank {rank}, worker {worker}, epoch {epoch} among {num_ranks} ranks of {num_workers} workers; "
-            "--rank, --worker, --epoch; count from 0"
-        )
-    global_batch = batch_size * num_ranks
-    num_samples = num_shards * samples_per_shard
-    step = _own_step(num_samples, global_batch, place, num_workers)
-    first, last = step.part(rank, num_ranks)
-    sizes = np.full(num_shards, samples_per_shard)
+    rank, worker, epoch, _ = place
+    if not (0 <= rank < job.num_ranks and 0 <= worker < job.num_workers and epoch >= 0):
+        raise UserError(f"no rank {rank}, worker {worker}, epoch {epoch} among {job.num_ranks} ranks of "
+                        f"{job.num_workers} workers; --rank, --worker, --epoch; count from 0")
+    step = _own_step(job, place)
+    first, last = step.part(rank, job.num_ranks)
     start = time.perf_counter()
-    samples = EpochOrder(sizes, window, seed, epoch).locate(first, last)
+    samples = job.samples(epoch, first, last)
     seconds = time.perf_counter() - start
     tracemalloc.start()  # a second time, since watching the memory takes longer than the work
-    EpochOrder(sizes, window, seed, epoch).locate(first, last)
-    peak = sizes.nbytes + tracemalloc.get_traced_memory()[1]
+    job.samples(epoch, first, last)
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    print(
-        f"{num_shards} shards × {samples_per_shard} samples, "
-        f"global batch {global_batch} = {batch_size} × {num_ranks} ranks, "
-        f"{num_steps(num_samples, global_batch)} steps per epoch"
-    )
+    print(f"{job.num_shards} shards × {job.samples_per_shard} samples, global batch {job.global_batch} = "
+          f"{job.batch_size} × {job.num_ranks} ranks, {job.steps_per_epoch} steps per epoch")
     print(f"the order of epoch {epoch} and its first positions: {seconds:.2f} s, {peak / 1e6:.0f} MB at most")
-    print(
-        f"rank {rank}, worker {worker}: step {step.step} of the epoch, "
-        f"positions {first} to {last - 1}, as shard/sample:"
-    )
-    print(
-        " ".join(f"{shard}/{sample}" for shard, sample in samples[:16].tolist()) + (" …" if len(samples) > 16 else "")
-    )
+    print(f"rank {rank}, worker {worker}: step {step.step} of the epoch, positions {first} to {last - 1}, "
+          "as shard/sample:")
+    shown = " ".join(f"{shard}/{sample}" for shard, sample in samples[:16].tolist())
+    print(shown + " …" * (len(samples) > 16))
     return {
         "plan_seconds": seconds,
         "plan_bytes": peak,
@@ -70,18 +88,16 @@ def show_plan(
     }
 
 
-def _own_step(num_samples: int, global_batch: int, place: Place, num_workers: int) -> Step:
+def _own_step(job: Job, place: Place) -> Step:
     """The first step of the epoch, from the asked one on, that falls to the worker: t % workers makes step t."""
     _, worker, epoch, number = place
-    per_epoch = num_steps(num_samples, global_batch)
+    per_epoch, global_batch = job.steps_per_epoch, job.global_batch
     if not 0 <= number < per_epoch:
         raise UserError(f"no step {number} in an epoch of {per_epoch} steps; --step; count from 0")
     progress = Progress(epoch, number, epoch * per_epoch + number, number * global_batch)
-    ahead = itertools.takewhile(lambda step: step.epoch == epoch, steps(num_samples, global_batch, epoch + 1, progress))
-    for step in ahead:
-        if worker_of(step.global_step, num_workers) == worker:
+    ahead = steps(job.num_samples, global_batch, epoch + 1, progress)
+    for step in itertools.takewhile(lambda step: step.epoch == epoch, ahead):
+        if worker_of(step.global_step, job.num_workers) == worker:
             return step
-    raise UserError(
-        f"worker {worker} makes no batch from step {number} to the epoch's last, {per_epoch - 1}; "
-        "--step; ask for an earlier one"
-    )
+    raise UserError(f"worker {worker} makes no batch from step {number} to the epoch's last, {per_epoch - 1}; "
+                    "--step; ask for an earlier one")

@@ -84,7 +84,7 @@ def stage_seconds(
             for name in ("prepare", "finish"):
                 timed = clock.timed("crop+resize", getattr(ImageTransform, name))
                 patches.enter_context(patch.object(ImageTransform, name, timed))
-            patches.enter_context(patch.object(loader, "_checked", clock.timed("transfer", _sent_through)))
+            patches.enter_context(patch.object(loader, "checked", clock.timed("transfer", _sent_through)))
             return _stages(clock, batches, num_images, device)
     finally:
         torch.set_num_threads(num_threads)

@@ -55,7 +55,8 @@ def meet(launch: Launch, timeout_seconds: float) -> dist.Store:
         raise RankError(str(error), told=store.add("errors", 1) > 1) from None
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise RankError(f"rank 0 has left ({reason}); {_place(launch)}; see its error", told=True) from None
+        left = f"{'torchrun' if _from_agent() else 'rank 0'} has left ({reason}); {_place(launch)}; see its error"
+        raise RankError(left, told=launch.rank != 0) from None
     return store
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common import __version__
 from common.distributed import World
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
@@ -65,7 +66,7 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
 
     Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer, with that rank's words.
     """
-    description = {"script": folder.script, "config": dict(config), "plan": plan.as_dict()}
+    description = {"version": __version__, "script": folder.script, "config": dict(config), "plan": plan.as_dict()}
 
     attempt = world.on_main(lambda: folder.start_attempt(asdict(state.progress)))
     try:

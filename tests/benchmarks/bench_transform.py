@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from common.images import jpeg
 from common.images.decode import open_image
 from common.images.picture import Box
-from common.transforms import ImageTransform, _resize, random_crop
+from common.transforms import ImageTransform, random_crop, resize
 
 
 def photos(path: str, num_images: int) -> list[bytes]:
@@ -66,7 +66,7 @@ def rows_of(images: list[bytes], size: int) -> dict[str, Callable[[int], object]
         "header": lambda i: jpeg.read_header(memoryview(images[i])),
         "decode, rows of the crop": lambda i: jpeg.decode_top(memoryview(images[i]), headers[i], int(crops[i].bottom)),
         "flip": lambda i: batch[0].copy_(batch[0].flip(2)),
-        "resize": lambda i: _resize(cut[i % len(cut)], (size, size), None, batch[0]),
+        "resize": lambda i: resize(cut[i % len(cut)], (size, size), None, batch[0]),
         "whole transform, crop, rows skipped": through("crop", True),
         "whole transform, crop": through("crop", False),
         "whole transform, center, rows skipped": through("center", True),
