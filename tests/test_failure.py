@@ -89,6 +89,20 @@ def test_one_rank_tells_and_all_leave(served_by: str) -> None:
             rank.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [(0,), (0, 1), (0, 2), (1, 2)])
+def test_of_three_ranks_one_that_is_left_tells(killed: tuple[int, ...]) -> None:
+    """They meet at rank 0, which takes the store with it."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    how = [["-1", "user", "alone"] if rank not in killed else [str(rank), "killed", "alone"] for rank in range(3)]
+    started = [start([sys.executable, "-c", RANK, *how[rank]], RANK=str(rank), LOCAL_RANK=str(rank), **env)
+               for rank in range(3)]
+    results = [end(rank, 150) for rank in started]
+    lines = [line for result in results for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "lost another rank in a collective, the connection is closed" in lines[0], results
+    assert [result.code for result in results] == [-signal.SIGKILL if rank in killed else 1 for rank in range(3)]
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,14 +132,15 @@ def test_a_shared_error_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert not slept and store.get("why") == b"on all"
 
 
-def test_what_an_error_becomes() -> None:
-    """Without a store nobody can be asked: rank 1 speaks, since rank 0 took the store with it."""
+def test_what_an_error_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a store nobody can be asked: the first rank of a node speaks."""
+    monkeypatch.setenv("MASTER_PORT", f"none of {os.getpid()}")
     def explained(error: BaseException, rank: int) -> BaseException:
         return explain(error, rank=rank, timeout_seconds=7)
 
     for rank in (0, 1, 2):
         lost = explained(RuntimeError("[/src/gloo/tcp/pair.cc:545] Timed out waiting 7000ms for recv. More."), rank)
-        assert isinstance(lost, RankError) and lost.told == (rank != 1)
+        assert isinstance(lost, RankError) and lost.told == (rank != 0)
         assert "no answer within --timeout 7 s (Timed out waiting 7000ms for recv)" in str(lost)
         assert explained(lost, rank) is lost
     assert "connection is closed" in str(explained(dist.DistNetworkError("Connection reset by peer"), 1))

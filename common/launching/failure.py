@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.lock import NodeLock, lock_path
 
 HEAR_SECONDS = 5.0  # that a store is waited for, or kept, when a run is over anyway
 
@@ -45,20 +46,20 @@ def explain(error: BaseException, *, rank: int, timeout_seconds: float) -> BaseE
     host = os.uname().nodename
     if isinstance(error, SharedError):
         if rank == 0:
-            _tell(str(error), rank)  # for a rank that learns of it by losing this one
+            _tell(str(error))  # for a rank that learns of it by losing this one
         return error
     if isinstance(error, UserError):
-        first, _ = _tell(str(error), rank)
+        first, _ = _tell(str(error))
         return RankError(str(error), told=not first)
     if not _is_lost_peer(error):
-        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}", rank)
+        _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}")
         return error
     reason = _first_words(str(error)) or type(error).__name__
     timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
     hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
     message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
                "look at the launcher's report (a killed process leaves no words)")
-    first, told = _tell(message, rank)
+    first, told = _tell(message)
     return RankError(told or message, told=not first)
 
 
@@ -97,18 +98,30 @@ def _is_lost_peer(error: Exception) -> bool:
     return any(word in str(error).lower() for word in words)
 
 
-def _tell(message: str, rank: int) -> tuple[bool, str]:
-    """Whether this rank is the first that fails, by the ranks' store; and else what the first one says."""
+def _tell(message: str) -> tuple[bool, str]:
+    """Whether this rank is the first that fails, by the ranks' store; and else what the first one says.
+
+    Where the store is gone, too, one rank of each node counts as the first.
+    """
     try:
         store = _store()
         if store.add("failed", 1) == 1:
             store.set("why", message)
             return True, ""
     except Exception:  # whatever it is: the store is gone, with rank 0 or with a launcher, killed without a word
-        return rank == 1, ""
+        return _first_here(), ""
     with suppress(Exception):
         return False, store.get("why").decode()
     return False, ""
+
+
+def _first_here() -> bool:
+    """Whether no other rank of this node tells it, where there is no store to ask. The lock is kept to the very end."""
+    meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        return NodeLock(lock_path(meeting)).acquire(blocking=False)
+    except UserError:
+        return True  # two lines rather than none
 
 
 def _store() -> dist.Store:
