@@ -24,7 +24,7 @@ from common.launching.threads import own_seat, share_cores
 from common.stop import StopSignals
 
 T = TypeVar("T")
-STOP_SECONDS = 15.0  # that a rank asked to stop goes on waiting for the others at the start
+STOP_SECONDS = 10.0  # that a rank asked to stop goes on waiting for the others at the start
 
 
 @dataclass(frozen=True)
