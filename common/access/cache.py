@@ -49,12 +49,12 @@ class Cache:
         path = os.path.join(self.folder, name)
         with self._telling():
             os.makedirs(self.folder, exist_ok=True)
-            file = _open_shared(path)
+            file = _open_locked(path, fcntl.LOCK_SH)
             while file is None:
                 with self._locked(f".{name}.lock"):
                     if not os.path.exists(path):
                         self._fetch(name, url, fetch)
-                file = _open_shared(path)
+                file = _open_locked(path, fcntl.LOCK_SH)
             with suppress(OSError):
                 os.utime(path)
         return path, file
@@ -166,34 +166,29 @@ def _escaped(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
-def _open_shared(path: str) -> int | None:
-    """A descriptor with a shared lock on the file that stands under `path`; None where there is none."""
+def _open_locked(path: str, how: int) -> int | None:
+    """A descriptor with a lock on the file that stands under `path`; None where there is none, or others hold it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
         if os.fstat(file).st_ino == os.stat(path).st_ino:
             return file
     except (BlockingIOError, FileNotFoundError):
-        pass  # it is being removed at this moment
+        pass  # it is in use, or being removed, at this moment
     os.close(file)
     return None
 
 
 def _remove_unused(path: str) -> bool:
     """Remove a tar that nobody has open, and its index."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    file = _open_locked(path, fcntl.LOCK_EX)
+    if file is None:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(FileNotFoundError):
         index_path(path).unlink(missing_ok=True)
         os.unlink(path)
-        return True
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    finally:
-        os.close(file)
+    os.close(file)
+    return True
