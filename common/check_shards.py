@@ -36,7 +36,7 @@ NUM_SHOWN = 20  # problems of one cause that are printed
 
 
 @dataclass
-class Report:
+class CheckReport:
     """What was found in all shards together."""
 
     shards: list[ShardReport]
@@ -63,7 +63,7 @@ class Report:
 
 
 def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers: int, out: Path | None = None,
-          throws_away: bool = False) -> Report:
+          throws_away: bool = False) -> CheckReport:
     """Look at every shard that `patterns` name. Raises UserError where there is none, or `out` cannot be used.
 
     `throws_away`: plain copies in the cache of `storage` are removed as soon as they have been read.
@@ -90,7 +90,7 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
         check_totals(infos, ((folder_of(s.job.path), basename(s.job.path), s.num_samples) for s in shards))
     except UserError as error:
         problems.append(Problem("wrong number of samples", str(error), folder_of(paths[0])))
-    report = Report(shards, problems, [], num_classes, classes)
+    report = CheckReport(shards, problems, [], num_classes, classes)
     _complete(report)
     return report
 
@@ -106,7 +106,7 @@ def _run(jobs: list[CheckJob], num_workers: int) -> list[ShardReport]:
     return [done[job.path] for job in jobs]
 
 
-def _complete(report: Report) -> None:
+def _complete(report: CheckReport) -> None:
     """What only shows when everything has been seen."""
     labels = sum((shard.labels for shard in report.shards), Counter())
     names = {label: name for shard in report.shards for label, name in shard.names.items()}
@@ -137,7 +137,7 @@ def _complete(report: Report) -> None:
                                f"{names[label]}, {(report.classes or ())[label]}")
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: CheckReport) -> list[str]:
     """The report for people."""
     found = report.as_dict()
     text, told = [], Counter[str]()
@@ -157,7 +157,7 @@ def lines(report: Report) -> list[str]:
     return text
 
 
-def _finish_fix(report: Report, out: Path) -> str:
+def _finish_fix(report: CheckReport, out: Path) -> str:
     """Describe the clean shards, and list what could not be saved."""
     kept = [shard for shard in report.shards if shard.num_saved]
     info: dict[str, Any] = {"dataset size": sum(shard.num_saved for shard in kept), "num_classes": report.num_classes}

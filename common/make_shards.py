@@ -33,8 +33,8 @@ from common.writing.output import (
     summarize,
     write_partial,
 )
-from common.writing.shard_plan import Plan, PlanOptions, make_plan
-from common.writing.sources import READABLE, Source, from_folder
+from common.writing.shard_plan import PlanOptions, ShardPlan, make_plan
+from common.writing.sources import READABLE, ImageSource, from_folder
 from common.writing.torchvision_source import from_torchvision
 from common.writing.writer import GO_ON, Record, ShardJob, input_stamp, read_record, write_shard
 
@@ -86,7 +86,7 @@ def make_shards(source: str, out: str | Path, options: Options | None = None) ->
         raise UserError(f"cannot write ({error.strerror}); {error.filename or out}; {GO_ON}") from None
 
 
-def open_source(source: str, options: Options) -> Source:
+def open_source(source: str, options: Options) -> ImageSource:
     """List the images of `source`. Raises UserError where there is nothing to list; single faults are in `rejected`."""
     if source.startswith(TORCHVISION):
         found = from_torchvision(source.removeprefix(TORCHVISION), options.root, options.split)
@@ -109,7 +109,7 @@ def open_source(source: str, options: Options) -> Source:
     return found
 
 
-def _write(plan: Plan, numbers: Sequence[int], num_workers: int) -> Summary:
+def _write(plan: ShardPlan, numbers: Sequence[int], num_workers: int) -> Summary:
     """Write the shards `numbers` of the plan, those that are there already excepted."""
     remove_leftovers(plan, numbers)
     total = sum(len(plan.shards[number].indices) for number in numbers)

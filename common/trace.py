@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(args: argparse.Namespace) -> int:
     from common.tracing.audit import audit
     from common.tracing.canvas import Canvas
-    from common.tracing.run import Run
+    from common.tracing.run import RecordedRun
 
     if args.plot and os.path.isdir(args.plot):
         raise UserError(f"a folder, not a file; --plot {args.plot}; give a FILE.png in it")
-    run = Run.open(args.run, args.shards)
+    run = RecordedRun.open(args.run, args.shards)
     canvas = Canvas.for_run(run) if args.plot else None
     report = audit(run, canvas)
     print(json.dumps(report.as_dict()) if args.json else report.text())

@@ -70,7 +70,7 @@ def test_no_way_of_mixing_writes_over_a_batch_in_use(index: ShardIndex, mix: str
     fields = classified(Fields(), index)
     alone = BatchDataset(ExactSource(index, plan), Mix("none", 2, 1, 0), fields, ImageTransform(32, "center"))
     expected = pixels(Loader(alone, 0))
-    source = StreamSource(index, replace(plan, num_samples=64, drop_last=True), resampled=False)
+    source = StreamSource(index, replace(plan, epoch_samples=64, drop_last=True), resampled=False)
     mixed = BatchDataset(source, Mix(mix, 2, workers, 0), fields, ImageTransform(32, "center"))
     found = pixels(Loader(mixed, workers), 0.02)
     assert len(found) >= 42 and all(expected[key] == value for key, value in found.items())

@@ -16,16 +16,16 @@ from common.errors import UserError
 from common.sampling import EpochOrder
 from common.trace import main
 from common.tracing.audit import audit
-from common.tracing.report import Report
-from common.tracing.run import Run
+from common.tracing.report import AuditReport
+from common.tracing.run import RecordedRun
 from tests.trace_runs import Start, TracedRun, make_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (10, 3, 7)
 
 
-def judge(run: TracedRun) -> Report:
-    return audit(Run.open(run.write()))
+def judge(run: TracedRun) -> AuditReport:
+    return audit(RecordedRun.open(run.write()))
 
 
 def faults(run: TracedRun) -> dict[str, list[str]]:

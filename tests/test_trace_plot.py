@@ -15,14 +15,14 @@ from common.trace import main
 from common.tracing import plot
 from common.tracing.audit import audit
 from common.tracing.canvas import NUM_COLUMNS, Canvas
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 from tests.trace_runs import Start, TracedRun, make_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def canvas_of(run: TracedRun) -> Canvas:
-    opened = Run.open(run.write())
+    opened = RecordedRun.open(run.write())
     canvas = Canvas.for_run(opened)
     audit(opened, canvas)
     canvas.finish()
@@ -71,7 +71,7 @@ def test_a_restart_in_another_world_has_its_own_bands(tmp_path):
 def test_a_large_trace_is_drawn_from_a_sample_that_says_the_same(tmp_path, monkeypatch):
     run = make_run(tmp_path, sizes=(400,) * 10, starts=[Start(2, 1)], shuffle=0)
     whole = canvas_of(run)
-    sample = Canvas.for_run(Run.open(tmp_path))
+    sample = Canvas.for_run(RecordedRun.open(tmp_path))
     sample.fill_from_sample()
     sample.finish()
     filled = sample.shards[..., 0] >= 0

@@ -18,7 +18,7 @@ from common.checking.rescue import CleanShard
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
 from common.files import remedy
-from common.tars.format import BLOCK, FileSource, TarError, Walker, is_header
+from common.tars.format import BLOCK, ByteFile, TarError, Walker, is_header
 from common.tars.index import check_not_cut
 from common.tars.samples import Member, Sample, is_sample_file, no_end, sample_faults, split_name
 
@@ -118,7 +118,7 @@ def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
 def _members(path: str, report: ShardReport) -> Iterator[Member]:
     """Every file that belongs to a sample; behind damage, the walk goes on at the next header."""
     with open(path, "rb") as stream:
-        source = FileSource(stream)
+        source = ByteFile(stream)
         while source.position < source.size:
             walker = Walker(source)
             try:
@@ -137,7 +137,7 @@ def _members(path: str, report: ShardReport) -> Iterator[Member]:
                 source.position = _next_header(source)
 
 
-def _next_header(source: FileSource) -> int:
+def _next_header(source: ByteFile) -> int:
     """The next place where a member begins, at or after the position of the source; the end where there is none."""
     place = source.position - source.position % BLOCK
     while place < source.size:

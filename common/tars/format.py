@@ -4,7 +4,7 @@
 and PAX headers, says where the damage is, and whether the end mark was seen. It costs about 6 µs a member.
 
     >>> with open("train-0000.tar", "rb") as file:
-    ...     for entry in Walker(FileSource(file)): print(entry.name, entry.offset, entry.size)
+    ...     for entry in Walker(ByteFile(file)): print(entry.name, entry.offset, entry.size)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TarError(Exception):
     """What is wrong with a tar, and at which byte."""
 
 
-class Entry(NamedTuple):
+class TarEntry(NamedTuple):
     """A member: `offset` and `size` are bytes, the offset that of the data. `kind` is "file", "link" or "other"."""
 
     name: str
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     kind: str
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where the bytes come from."""
 
     position: int
@@ -46,7 +46,7 @@ class Source(Protocol):
         """Leave out bytes; how many there were."""
 
 
-class FileSource:
+class ByteFile:
     """A file on disk, of which only the headers are read."""
 
     def __init__(self, file: BinaryIO):
@@ -66,7 +66,7 @@ class FileSource:
         return size
 
 
-class StreamSource:
+class ByteStream:
     """Anything that can only be read from front to back."""
 
     def __init__(self, file: BinaryIO):
@@ -96,10 +96,10 @@ class StreamSource:
 class Walker:
     """Iterates over the members. `data` may be called for the latest one, once. `has_end` is known afterwards."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: ByteSource):
         self.source, self.has_end = source, False
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[TarEntry]:
         """Raises TarError at the first thing that is wrong; everything before it has been given out."""
         source, long_name, global_records, records = self.source, None, {}, {}
         while block := source.read(BLOCK):
@@ -125,18 +125,18 @@ class Walker:
             yield from self._member(name, size, kind, start)
             long_name, records = None, {}
 
-    def _member(self, name: bytes, size: int, kind: bytes, start: int) -> Iterator[Entry]:
+    def _member(self, name: bytes, size: int, kind: bytes, start: int) -> Iterator[TarEntry]:
         offset = self.source.position
         is_file = kind in _FILES and not (kind == b"\0" and name.endswith(b"/"))
         size = size if is_file or kind not in b"123456" else 0  # links, devices and folders have no data
-        yield Entry(name.decode("utf-8", "surrogateescape"), offset, size, "file" if is_file else "link"
+        yield TarEntry(name.decode("utf-8", "surrogateescape"), offset, size, "file" if is_file else "link"
                     if kind in _LINKS else "other")
         rest = offset + size - self.source.position
         if rest > 0 and self.source.skip(rest) < rest:
             raise TarError(f"cut short within the member {_shown(name)} at byte {start}")
         self.source.skip(-size % BLOCK)
 
-    def data(self, entry: Entry) -> bytes:
+    def data(self, entry: TarEntry) -> bytes:
         """The bytes of the member that was given out last. Raises TarError where they are cut."""
         if entry.size > MAX_MEMBER:
             raise TarError(f"a member of {entry.size} bytes at byte {entry.offset}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.tars.format import BLOCK, Entry, FileSource, TarError, Walker
+from common.tars.format import BLOCK, ByteFile, TarEntry, TarError, Walker
 
 RESCUE = "copy or write it again, or save what can be saved: python -m common.check_shards --fix OUT"
 
@@ -51,7 +51,7 @@ def is_side_file(name: str) -> bool:
     return name.rpartition("/")[2].startswith(".") or name.startswith("__MACOSX/") or "/__MACOSX/" in name
 
 
-def is_sample_file(entry: Entry) -> bool:
+def is_sample_file(entry: TarEntry) -> bool:
     """Whether a member belongs to a sample: a file with an extension. Raises TarError for a link to one.
 
     `__NAME__` at the top, which webdataset keeps for itself, holds no sample either.
@@ -121,7 +121,7 @@ def walk_tar(path: str | Path, shown: str = "") -> tuple[list[Sample], bool]:
     size = os.path.getsize(path) if os.path.exists(path) else 0
     try:
         with open(path, "rb") as file:
-            walker = Walker(FileSource(file))
+            walker = Walker(ByteFile(file))
             for entry in filter(is_sample_file, walker):
                 key, extension = split_name(entry.name)
                 if key != latest:

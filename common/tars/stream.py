@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from common.fields import RawSample
-from common.tars.format import StreamSource, TarError, Walker
+from common.tars.format import ByteStream, TarError, Walker
 from common.tars.samples import RESCUE, TornTar, duplicate, is_sample_file, scattered, split_name, warn_of_no_end
 
 OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
@@ -28,7 +28,7 @@ def stream_samples(file: BinaryIO, shard: str, path: str = "", warn: bool = Fals
     Raises TornTar for a tar that is torn, after the samples before the tear; a sample that is torn has its `fault`.
     """
     path = path or shard
-    walker = Walker(StreamSource(decompressed(file)))
+    walker = Walker(ByteStream(decompressed(file)))
     seen: set[str] = set()
     try:
         for count, (key, members) in enumerate(_grouped(walker)):

@@ -17,7 +17,7 @@ MODES = ("exact", "split", "resampled")
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecordedPlan:
     """The fields of a plan in config.json that the audit needs."""
 
     sampling: str
@@ -36,7 +36,7 @@ class Plan:
         return self.sampling != "exact"
 
     @classmethod
-    def from_dict(cls, values: Any, number: int) -> Plan:
+    def from_dict(cls, values: Any, number: int) -> RecordedPlan:
         """Take the fields from the JSON object of attempt `number`. Raises UserError where one is missing or absurd."""
         end = f"; attempt {number}; it cannot be judged"
         if not isinstance(values, dict):
@@ -55,7 +55,7 @@ class Attempt:
     """One start of the run. `limit` is where the attempts after it took over, as (epoch, position); None: nowhere."""
 
     number: int
-    plan: Plan
+    plan: RecordedPlan
     begin: Progress
     limit: tuple[int, int] | None = None
 

@@ -3,7 +3,7 @@
 One pass over the ranks' files, merged step by step. Memory is one byte per sample and a row per rank, whatever the
 length of the trace; a million samples take a few seconds.
 
-    >>> report = audit(Run.open("runs/ddp"))
+    >>> report = audit(RecordedRun.open("runs/ddp"))
     >>> report.kept, report.epochs[0].missing
 """
 
@@ -20,9 +20,9 @@ from common.sampling import Step
 from common.tracing.attempt import Attempt
 from common.tracing.epoch import EpochCount
 from common.tracing.promise import Exact, Found, Resampled, Split
-from common.tracing.report import Faults, Report
+from common.tracing.report import AuditReport, Faults
 from common.tracing.rows import DAMAGED, Row, merged
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Watcher(Protocol):
         """Samples that were planned for a rank's step and are not there."""
 
 
-def audit(run: Run, watcher: Watcher | None = None) -> Report:
+def audit(run: RecordedRun, watcher: Watcher | None = None) -> AuditReport:
     """Judge a run. Its faults are in the report, samples named. A row that cannot be read raises UserError."""
     faults = Faults()
     promise = {"exact": Exact, "split": Split, "resampled": Resampled}[run.plan.sampling](run, faults)
@@ -45,17 +45,17 @@ def audit(run: Run, watcher: Watcher | None = None) -> Report:
 
 
 class _Auditor:
-    def __init__(self, run: Run, promise: Resampled, watcher: Watcher | None):
+    def __init__(self, run: RecordedRun, promise: Resampled, watcher: Watcher | None):
         self.run, self.promise, self.faults, self.watcher = run, promise, promise.faults, watcher
         self.exact = promise if isinstance(promise, Exact) else None
         self.numbers = {name: i for i, name in enumerate(run.shard_names)}
-        self.report = Report(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts),
+        self.report = AuditReport(str(run.folder), run.plan.sampling, promise.promise, run.state, len(run.attempts),
                              promise.faults)
         self.epoch = EpochCount(0, run)
         self.num_disordered = 0  # batches out of order, before this epoch
         self.first_attempt = len(run.attempts)
 
-    def audit(self) -> Report:
+    def audit(self) -> AuditReport:
         place = None
         for rows, is_last in _marked_last(merged(self.run.folder, self._is_live)):
             attempt = self.run.attempt_of(rows[0])

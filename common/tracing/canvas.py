@@ -10,7 +10,7 @@ import numpy as np
 from common.sampling import Step
 from common.tracing.promise import Found
 from common.tracing.rows import last_row, rank_files, sampled_rows
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 
 NUM_COLUMNS = 400
 NUM_LINES = 24  # samples that a cell shows; fewer where there are many ranks
@@ -24,7 +24,7 @@ class Canvas:
     `gaps` are int64 (ranks, columns): samples. A column is `width` steps; `epochs` and `starts` are steps of the run.
     """
 
-    def __init__(self, run: Run, num_ranks: int, num_steps: int):
+    def __init__(self, run: RecordedRun, num_ranks: int, num_steps: int):
         self.run, self.num_steps = run, num_steps
         self.width = max(1, -(-num_steps // NUM_COLUMNS))
         shape = (num_ranks, -(-num_steps // self.width), max(4, min(NUM_LINES, MAX_LINES // num_ranks)))
@@ -35,7 +35,7 @@ class Canvas:
         self._open: dict[int, tuple[int, list[np.ndarray]]] = {}  # rank -> the column under way and its samples
 
     @classmethod
-    def for_run(cls, run: Run) -> Canvas:
+    def for_run(cls, run: RecordedRun) -> Canvas:
         """A canvas as wide as what was recorded; only the ends of the files are read."""
         last = [row for rank, path in rank_files(run.folder).items() if (row := last_row(path, rank))]
         num_steps = 1 + max((run.place_of(row).global_step for row in last), default=0)

@@ -11,7 +11,7 @@ import numpy as np
 from common.sampling import deal
 from common.tracing.promise import Exact, Found
 from common.tracing.report import NUM_LISTED, EpochReport, Faults
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 
 CHUNK = 1 << 16
 
@@ -19,7 +19,7 @@ CHUNK = 1 << 16
 class EpochCount:
     """Counts of one epoch: one byte per sample of the shards. Judged from `position` on, up to where the rows came."""
 
-    def __init__(self, number: int, run: Run, position: int = 0, step: int = 0):
+    def __init__(self, number: int, run: RecordedRun, position: int = 0, step: int = 0):
         self.number, self.run = number, run
         self.first_position = self.position = position
         self.next_step = step

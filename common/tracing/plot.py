@@ -17,9 +17,9 @@ import numpy as np
 from common.errors import UserError
 from common.tracing.audit import audit
 from common.tracing.canvas import Canvas
-from common.tracing.report import Report
+from common.tracing.report import AuditReport
 from common.tracing.rows import rank_files
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +33,9 @@ RED, BLACK, WHITE = (0.85, 0.1, 0.1), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 DASHED = (0, (2, 2))  # a dash and a space, in points
 
 
-def figure(run: str | Path | Run) -> Figure:
+def figure(run: str | Path | RecordedRun) -> Figure:
     """The picture of a run, for TensorBoard at its end. A trace too long to read is drawn from a sample of its rows."""
-    run = run if isinstance(run, Run) else Run.open(run)
+    run = run if isinstance(run, RecordedRun) else RecordedRun.open(run)
     canvas = Canvas.for_run(run)
     if sum(path.stat().st_size for path in rank_files(run.folder).values()) <= MAX_BYTES:
         return paint(canvas, title_of(audit(run, canvas)))
@@ -43,7 +43,7 @@ def figure(run: str | Path | Run) -> Figure:
     return paint(canvas, f"{run.folder}: {run.plan.sampling}, a sample of its batches")
 
 
-def plot(run: str | Path | Run, path: str | Path) -> None:
+def plot(run: str | Path | RecordedRun, path: str | Path) -> None:
     """Write the picture of a run to `path`. Raises UserError where it cannot be written."""
     save(figure(run), path)
 
@@ -56,7 +56,7 @@ def save(picture: Figure, path: str | Path) -> None:
         raise UserError(f"the plot cannot be written ({error}); --plot {path}; give another FILE.png") from None
 
 
-def title_of(report: Report) -> str:
+def title_of(report: AuditReport) -> str:
     """The picture's heading."""
     return f"{report.run}: {report.sampling}, {'promise kept' if report.kept else 'promise broken'}"
 

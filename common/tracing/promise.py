@@ -12,10 +12,10 @@ import numpy as np
 
 from common.coverage import split_deal, split_order
 from common.sampling import EpochOrder, Step, deal, worker_of
-from common.tracing.attempt import Attempt, Plan
+from common.tracing.attempt import Attempt, RecordedPlan
 from common.tracing.report import Faults
 from common.tracing.rows import Row
-from common.tracing.run import Run
+from common.tracing.run import RecordedRun
 
 
 class Found(NamedTuple):
@@ -40,7 +40,7 @@ class Resampled:
 
     promise = "equal steps with equal batches on all ranks; samples are drawn with replacement"
 
-    def __init__(self, run: Run, faults: Faults):
+    def __init__(self, run: RecordedRun, faults: Faults):
         self.run, self.faults = run, faults
 
     def check(self, found: Found) -> int:
@@ -59,7 +59,7 @@ class Split(Resampled):
     promise = ("equal steps with equal batches on all ranks, each reading only its own shards; "
                "repeats and misses are allowed")
 
-    def __init__(self, run: Run, faults: Faults):
+    def __init__(self, run: RecordedRun, faults: Faults):
         super().__init__(run, faults)
         self._owners = lru_cache(maxsize=3)(self._find_owners)
 
@@ -74,7 +74,7 @@ class Split(Resampled):
             self.faults.add("deal", f"{found.where()}: {found.sample(i)}, {told}")
         return super().check(found)
 
-    def _find_owners(self, plan: Plan, epoch: int) -> np.ndarray:
+    def _find_owners(self, plan: RecordedPlan, epoch: int) -> np.ndarray:
         """The rank and the worker of each shard: int64, (2, shards)."""
         owners = np.full((2, len(self.run.shard_sizes)), -1)
         order = split_order(self.run.shard_sizes, plan.shuffle, plan.seed, epoch)
@@ -89,7 +89,7 @@ class Exact(Resampled):
 
     promise = "every sample once per epoch, in the planned order, dealt evenly to all ranks in equal steps"
 
-    def __init__(self, run: Run, faults: Faults):
+    def __init__(self, run: RecordedRun, faults: Faults):
         super().__init__(run, faults)
         self._order = lru_cache(maxsize=1)(self._make_order)
         self._step = lru_cache(maxsize=1)(self.planned)
@@ -112,7 +112,7 @@ class Exact(Resampled):
             self._tell_order(found, mine)
         return len(lacking) - len(skipped)
 
-    def planned(self, plan: Plan, epoch: int, start: int, stop: int) -> np.ndarray:
+    def planned(self, plan: RecordedPlan, epoch: int, start: int, stop: int) -> np.ndarray:
         """The ids of the samples at positions [start, stop) of an epoch: int64, (stop - start,)."""
         located = self._order(plan.shuffle, plan.seed, epoch).locate(start, stop)
         return self.run.offsets[located[:, 0]] + located[:, 1]

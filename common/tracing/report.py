@@ -93,7 +93,7 @@ HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missin
 
 
 @dataclass
-class Report:
+class AuditReport:
     """The whole audit. `promise` is what the mode promises, in words."""
 
     run: str

@@ -1,6 +1,6 @@
 """The folder of a traced run as an object: its attempts, its shards, what it skipped, how it ended.
 
-    >>> run = Run.open("runs/ddp")
+    >>> run = RecordedRun.open("runs/ddp")
     >>> run.state, len(run.attempts), run.plan.sampling
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling import Progress, Step
-from common.tracing.attempt import Attempt, Plan, begin_from_rows, with_limits
+from common.tracing.attempt import Attempt, RecordedPlan, begin_from_rows, with_limits
 from common.tracing.rows import Row, rank_files, survey
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What config.json, status.json and errors.jsonl say. `sizes_known` is False where sizes are what rows showed.
 
     A sample's id is its number in all shards, in the shards' own order. `skipped` holds, by epoch, the ids of samples
@@ -39,7 +39,7 @@ class Run:
     skipped: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: str | Path, shards: Sequence[str] | None = None) -> Run:
+    def open(cls, folder: str | Path, shards: Sequence[str] | None = None) -> RecordedRun:
         """Read a run's folder. Raises UserError for one without a trace, or with files that contradict each other."""
         folder = Path(folder)
         if not folder.is_dir():
@@ -66,7 +66,7 @@ class Run:
         return run
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RecordedPlan:
         """That of the last attempt."""
         return self.attempts[-1].plan
 
@@ -141,7 +141,7 @@ def _attempts(config: dict[str, Any], begins: Any, firsts: dict[int, tuple[int, 
     plans = list(config.get("plans") or [])
     attempts: list[Attempt] = []
     for number in range(len(begins) if begins else max(firsts, default=0) + 1):
-        plan = Plan.from_dict(plans[number] if number < len(plans) else config.get("plan"), number)
+        plan = RecordedPlan.from_dict(plans[number] if number < len(plans) else config.get("plan"), number)
         begin = _progress(begins[number], number) if begins else begin_from_rows(attempts, firsts)
         attempts.append(Attempt(number, plan, begin))
     return with_limits(attempts)
@@ -154,7 +154,7 @@ def _progress(values: Any, number: int) -> Progress:
         raise UserError(f"status.json does not say where attempt {number} began; it cannot be judged") from None
 
 
-def _skipped(run: Run) -> dict[int, np.ndarray]:
+def _skipped(run: RecordedRun) -> dict[int, np.ndarray]:
     """The samples in errors.jsonl, by epoch, as ids. A torn last line is left out."""
     path, offsets = run.folder / "errors.jsonl", dict(zip(run.shard_names, run.offsets.tolist(), strict=True))
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

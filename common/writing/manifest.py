@@ -18,16 +18,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import UserError
-from common.writing.sources import READABLE, Source, extension
+from common.writing.sources import READABLE, ImageSource, extension
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 Row = tuple[int, dict[str, Any]]  # number of the line, values by column
 
 
-def from_manifest(manifest: str) -> Source:
+def from_manifest(manifest: str) -> ImageSource:
     """List the rows of a manifest. Unusable rows are rejected; a table that cannot be understood is a UserError."""
-    source = Source(os.path.dirname(manifest) or ".")
+    source = ImageSource(os.path.dirname(manifest) or ".")
     try:
         columns, rows = _read(manifest, source.rejected)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -78,7 +78,7 @@ def _read(manifest: str, rejected: list[tuple[str, str]]) -> tuple[set[str], lis
     return {name for _, row in rows for name in row}, rows
 
 
-def _with_path(rows: list[Row], source: Source) -> Iterator[Row]:
+def _with_path(rows: list[Row], source: ImageSource) -> Iterator[Row]:
     """Rows that name a file, with `path` a string, `label` an int, a string or None, `category` a string or None."""
     for line, row in rows:
         path, category = _text(row.get("path")), _text(row.get("category"))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.files import read_json, write_atomic
 from common.tars.index import index_path
-from common.writing.shard_plan import Plan
+from common.writing.shard_plan import ShardPlan
 from common.writing.writer import Record, input_stamp, read_record
 
 INFO = "info.json"
@@ -46,7 +46,7 @@ def summarize(records: Iterable[Record], rejected: Sequence[tuple[str, str]] = (
     return Summary(sum(r.num_samples for r in kept), len(kept), sum(r.num_bytes for r in kept), everything)
 
 
-def open_output(plan: Plan) -> Summary | None:
+def open_output(plan: ShardPlan) -> Summary | None:
     """Make OUT ready to be written. Where all that is planned is there already: what it holds, instead of None.
 
     Raises UserError where OUT holds anything else: shards of two plans in one folder would be read as one data set.
@@ -70,7 +70,7 @@ def open_output(plan: Plan) -> Summary | None:
     return None
 
 
-def remove_output(plan: Plan) -> None:
+def remove_output(plan: ShardPlan) -> None:
     """Remove what an earlier run of this command left in OUT, whatever its options; no other file."""
     stems = {shard.tar.stem.rpartition("-")[0] for shard in plan.shards}
     for folder in {plan.out, *plan.folders}:
@@ -84,7 +84,7 @@ def remove_output(plan: Plan) -> None:
     shutil.rmtree(plan.work, ignore_errors=True)
 
 
-def remove_leftovers(plan: Plan, numbers: Iterable[int]) -> None:
+def remove_leftovers(plan: ShardPlan, numbers: Iterable[int]) -> None:
     """Remove the unfinished files that a killed run left of some shards."""
     stems = {plan.shards[number].tar.stem for number in numbers}
     unfinished = [*plan.work.glob("*.unfinished")]
@@ -94,7 +94,7 @@ def remove_leftovers(plan: Plan, numbers: Iterable[int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def finish(plan: Plan) -> Summary:
+def finish(plan: ShardPlan) -> Summary:
     """Leave the folders as they are meant to be found. Raises UserError where shards are missing or nothing is left."""
     found = [read_record(shard.tar, plan.work) for shard in plan.shards]
     missing = [shard.name for shard, record in zip(plan.shards, found, strict=True) if record is None]
@@ -118,7 +118,7 @@ def finish(plan: Plan) -> Summary:
     return summary
 
 
-def write_partial(plan: Plan) -> None:
+def write_partial(plan: ShardPlan) -> None:
     """After a failure: describe the shards that are complete, as far as the disk lets it."""
     with suppress(OSError, UserError):  # the error that led here is the one to tell
         for folder in plan.folders:
@@ -128,7 +128,7 @@ def write_partial(plan: Plan) -> None:
                 _write_info(plan, folder, records, identity="")
 
 
-def _close_gaps(plan: Plan, folder: Path, records: list[Record]) -> list[Record]:
+def _close_gaps(plan: ShardPlan, folder: Path, records: list[Record]) -> list[Record]:
     """Number shards anew where one before them holds no usable image: readers take a gap for a missing shard."""
     names = [plan.shards[number].name for number in _numbers(plan, folder)][: len(records)]
     for record, name in zip(records, names, strict=True):
@@ -138,7 +138,7 @@ def _close_gaps(plan: Plan, folder: Path, records: list[Record]) -> list[Record]
     return [record._replace(tar=name) for record, name in zip(records, names, strict=True)]
 
 
-def _write_info(plan: Plan, folder: Path, records: list[Record], identity: str) -> None:
+def _write_info(plan: ShardPlan, folder: Path, records: list[Record], identity: str) -> None:
     num_samples = sum(record.num_samples for record in records)
     info: dict[str, Any] = {"dataset size": num_samples, "num_classes": plan.source.num_classes}
     if plan.source.classes is not None:
@@ -148,7 +148,7 @@ def _write_info(plan: Plan, folder: Path, records: list[Record], identity: str) 
     write_atomic(folder / INFO, json.dumps(info, indent=1) + "\n")
 
 
-def _write_rejected(plan: Plan, rejected: Sequence[tuple[str, str]]) -> None:
+def _write_rejected(plan: ShardPlan, rejected: Sequence[tuple[str, str]]) -> None:
     if rejected:
         plan.out.mkdir(parents=True, exist_ok=True)
         rows = [json.dumps({"path": path, "cause": cause}) + "\n" for path, cause in rejected]
@@ -157,7 +157,7 @@ def _write_rejected(plan: Plan, rejected: Sequence[tuple[str, str]]) -> None:
         (plan.out / REJECTED).unlink(missing_ok=True)
 
 
-def _is_complete(plan: Plan) -> bool:
+def _is_complete(plan: ShardPlan) -> bool:
     """Whether an earlier run made all of this, from inputs that have not changed since."""
     for folder in plan.folders:
         info = _read_info(folder)
@@ -170,7 +170,7 @@ def _is_complete(plan: Plan) -> bool:
     return bool(plan.folders)
 
 
-def _summary_of_finished(plan: Plan) -> Summary:
+def _summary_of_finished(plan: ShardPlan) -> Summary:
     shards = [entry for folder in plan.folders for entry in _read_info(folder)["shards"]]
     rejected: list[tuple[str, str]] = []
     with suppress(OSError, ValueError, KeyError):
@@ -179,12 +179,12 @@ def _summary_of_finished(plan: Plan) -> Summary:
     return Summary(sum(e["samples"] for e in shards), len(shards), sum(e["bytes"] for e in shards), rejected)
 
 
-def _identity(plan: Plan, stamps: list[str]) -> str:
+def _identity(plan: ShardPlan, stamps: list[str]) -> str:
     """What tells a finished folder from every other: the plan, and the sizes and times of its inputs."""
     return hashlib.sha256(json.dumps([plan.digest, stamps]).encode()).hexdigest()[:16]
 
 
-def _numbers(plan: Plan, folder: Path) -> list[int]:
+def _numbers(plan: ShardPlan, folder: Path) -> list[int]:
     """The shards of one folder, as numbers of the plan."""
     return [number for number, shard in enumerate(plan.shards) if shard.folder == folder]
 

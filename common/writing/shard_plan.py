@@ -23,7 +23,7 @@ from common.indexing.paths import UNFINISHED
 from common.sampling import permutation
 from common.tars.format import BLOCK
 from common.writing.image_files import Rejected, encode, prepare
-from common.writing.sources import Source, extension
+from common.writing.sources import ImageSource, extension
 from common.writing.writer import Entry, ShardJob
 
 FORMAT = 1  # of plans and records; another number, and nothing begun by older code is gone on with
@@ -59,10 +59,10 @@ class PlannedShard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Everything that is going to be written. `digest` identifies it: input, options, seed."""
 
-    source: Source
+    source: ImageSource
     out: Path
     options: PlanOptions
     keys: list[str]
@@ -95,7 +95,7 @@ class Plan:
         return Entry(source.content(index), path, self.keys[index], extension(path), label, source.category(label))
 
 
-def make_plan(source: Source, out: str | Path, options: PlanOptions) -> Plan:
+def make_plan(source: ImageSource, out: str | Path, options: PlanOptions) -> ShardPlan:
     """Plan the shards of `source`. Called by every process that takes part in writing them, with the same result."""
     out = Path(out)
     shards: list[PlannedShard] = []
@@ -108,7 +108,7 @@ def make_plan(source: Source, out: str | Path, options: PlanOptions) -> Plan:
         names = [f"{stem}-{place:0{digits}d}.tar" for place in range(len(parts))]
         shards += [PlannedShard(folder, name, place, parts[place]) for place, name in enumerate(names)]
     keys = make_keys(source.paths)
-    return Plan(source, out, options, keys, shards, _digest(source, keys, options))
+    return ShardPlan(source, out, options, keys, shards, _digest(source, keys, options))
 
 
 def shard_name(folder: Path, out: Path, options: PlanOptions) -> str:
@@ -119,7 +119,7 @@ def shard_name(folder: Path, out: Path, options: PlanOptions) -> str:
     return options.name if folder == out else f"{options.name}-{own}"
 
 
-def _splits(source: Source, out: Path, options: PlanOptions) -> list[tuple[Path, np.ndarray]]:
+def _splits(source: ImageSource, out: Path, options: PlanOptions) -> list[tuple[Path, np.ndarray]]:
     """Each shard folder with its images, in the order of the source."""
     everything = np.arange(len(source.paths))
     if options.val_fraction is None or not len(everything):
@@ -147,7 +147,7 @@ def choose_val(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     return np.sort(np.concatenate(chosen))
 
 
-def _cut(source: Source, indices: np.ndarray, options: PlanOptions) -> Iterator[np.ndarray]:
+def _cut(source: ImageSource, indices: np.ndarray, options: PlanOptions) -> Iterator[np.ndarray]:
     """Cut a list of images into shards."""
     if options.shard_size is None:
         for start in range(0, len(indices), options.samples_per_shard):
@@ -164,7 +164,7 @@ def _cut(source: Source, indices: np.ndarray, options: PlanOptions) -> Iterator[
         yield indices[start:]
 
 
-def _sample_sizes(source: Source, indices: np.ndarray, options: PlanOptions) -> np.ndarray:
+def _sample_sizes(source: ImageSource, indices: np.ndarray, options: PlanOptions) -> np.ndarray:
     """Bytes of each sample in a tar, headers included: exact for copied files, an average for converted ones."""
     if source.images is None and options.resize is None:
         sizes = np.array([_file_size(source.content(index)) for index in indices.tolist()], dtype=np.int64)
@@ -182,7 +182,7 @@ def _file_size(path: str) -> int:
         return 0  # rejected when it is its turn
 
 
-def _converted_size(source: Source, index: int, resize: int | None) -> int:
+def _converted_size(source: ImageSource, index: int, resize: int | None) -> int:
     content = source.content(index)
     try:
         if isinstance(content, str):
@@ -224,7 +224,7 @@ def _safe(name: str) -> str:
     return _HIDDEN.sub(r"\1_", _UNSAFE.sub("_", name))
 
 
-def _digest(source: Source, keys: list[str], options: PlanOptions) -> str:
+def _digest(source: ImageSource, keys: list[str], options: PlanOptions) -> str:
     about = [FORMAT, asdict(options), source.classes, source.num_classes, source.rejected]
     digest = hashlib.sha256(json.dumps(about).encode())
     for key, path, label in zip(keys, source.paths, source.labels, strict=True):

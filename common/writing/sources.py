@@ -19,7 +19,7 @@ READABLE = (*IMAGE_EXTENSIONS, *CONVERTED)
 
 
 @dataclass
-class Source:
+class ImageSource:
     """Images and labels in a fixed order. Memory: a path and a number for each image."""
 
     base: str  # the folder that `paths` are relative to
@@ -40,7 +40,7 @@ class Source:
         return self.classes[label] if self.classes else str(label)
 
 
-def from_folder(root: str) -> Source:
+def from_folder(root: str) -> ImageSource:
     """One subfolder per class, images anywhere below it: the classes, labels and order of torchvision's ImageFolder.
 
     Hidden files and folders are not looked at. Links to folders are followed, each folder once.
@@ -48,7 +48,7 @@ def from_folder(root: str) -> Source:
     with os.scandir(root) as entries:
         children = sorted((entry for entry in entries if not _is_hidden(entry.name)), key=lambda entry: entry.name)
         classes = [entry.name for entry in children if entry.is_dir()]
-    source = Source(root, classes=classes, num_classes=len(classes))
+    source = ImageSource(root, classes=classes, num_classes=len(classes))
     if not classes:
         raise UserError(f"no class folders; {root}; put the images of each class into a subfolder, "
                         "or list them in a manifest")

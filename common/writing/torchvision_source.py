@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import UserError
-from common.writing.sources import Source
+from common.writing.sources import ImageSource
 
 # Where the data sets of torchvision keep their files and labels, one item for each sample.
 FILES = ("samples", "_samples", "imgs", "_image_files", "_images")
 LABELS = ("targets", "labels", "_labels")
 
 
-def from_torchvision(name: str, root: str | None, split: str | None) -> Source:
+def from_torchvision(name: str, root: str | None, split: str | None) -> ImageSource:
     """List a data set by the name of its class. Raises UserError where it is unknown, not there, or not labelled."""
     if root is None:
         raise UserError(f"where does the data set lie?; torchvision:{name}; add --root FOLDER")
@@ -28,9 +28,10 @@ def from_torchvision(name: str, root: str | None, split: str | None) -> Source:
     files = _files(dataset)
     labels = _labels(dataset)
     if files is not None:
-        source = Source(root, [os.path.relpath(file, root) for file in files])
+        source = ImageSource(root, [os.path.relpath(file, root) for file in files])
     else:
-        source = Source(root, [f"{split or 'train'}/{index:06d}.png" for index in range(len(labels))], images=dataset)
+        names = [f"{split or 'train'}/{index:06d}.png" for index in range(len(labels))]
+        source = ImageSource(root, names, images=dataset)
     source.labels = labels
     source.num_classes = max(labels, default=-1) + 1
     classes = getattr(dataset, "classes", None)
