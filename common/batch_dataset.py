@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from common.collate import Made, SkippedSample, as_images
+from common.collate import MadePiece, SkippedSample, as_images
 from common.dataset import Keyed, Source
 from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
@@ -30,10 +30,10 @@ class Ready(NamedTuple):
     prepared: Prepared | Exception
 
 
-class BatchDataset(IterableDataset[Made]):
+class BatchDataset(IterableDataset[MadePiece]):
     """Decodes the pieces of a source into a ring. Each loader worker iterates it, or without any the main process."""
 
-    kind: type[Made] = Made
+    kind: type[MadePiece] = MadePiece
 
     def __init__(self, source: Source, mixing: Mix, fields: Fields, transform: ImageTransform,
                  skip_errors: bool = False):
@@ -43,7 +43,7 @@ class BatchDataset(IterableDataset[Made]):
         self.ring: torch.Tensor = torch.empty(0)
         self.orders: Orders | None = None  # of `--mix queue`
 
-    def __iter__(self) -> Iterator[Made]:
+    def __iter__(self) -> Iterator[MadePiece]:
         """A worker's pieces, in its order; after an error the last one carries it, since a traceback is no message."""
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
@@ -60,9 +60,9 @@ class BatchDataset(IterableDataset[Made]):
                 self._fill(made, piece, samples, worker, number)
                 yield made
         except UserError as error:
-            yield Made(-1, made.step if made else Step(0, 0, 0, 0, 0), worker, fatal=str(error))
+            yield MadePiece(-1, made.step if made else Step(0, 0, 0, 0, 0), worker, fatal=str(error))
 
-    def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
+    def _fill(self, made: MadePiece, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Decode each sample into its row of its batch."""
         images: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot: made at once, since each view costs 4 µs
         places = [(self.slot(row[0], worker, number), row) for row in piece.rows]
@@ -93,7 +93,7 @@ class BatchDataset(IterableDataset[Made]):
                 ready = []
         yield ready
 
-    def _finish(self, made: Made, ready: Ready, out: torch.Tensor) -> None:
+    def _finish(self, made: MadePiece, ready: Ready, out: torch.Tensor) -> None:
         """Write the pixels of one sample and note it, or note why it cannot be used."""
         sample, prepared = ready.sample, ready.prepared
         try:
@@ -118,7 +118,7 @@ class BatchDataset(IterableDataset[Made]):
             return worker * per_worker + number % per_worker
         return global_step % len(self.ring)
 
-    def _refuse(self, made: Made, global_step: int, bad: SkippedSample) -> None:
+    def _refuse(self, made: MadePiece, global_step: int, bad: SkippedSample) -> None:
         if not self.skip_errors:
             is_name = bad.detail.endswith("_field")
             what = "name the field" if is_name else "mend the shard (python -m common.check_shards)"

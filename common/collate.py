@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass
-class Made:
+class MadePiece:
     """What a worker tells of a piece it has made: for each usable sample the row, label, shard, place and key."""
 
     number: int
@@ -79,7 +79,7 @@ def as_images(slot: torch.Tensor) -> torch.Tensor:
     return slot.permute(0, 3, 1, 2)
 
 
-def assemble(step: Step, ring_slot: torch.Tensor, pieces: list[Made]) -> Batch:
+def assemble(step: Step, ring_slot: torch.Tensor, pieces: list[MadePiece]) -> Batch:
     """The batch of `step` from the pieces that hold its rows. Rows that were skipped close up."""
     if len(pieces) == 1:
         found = [(row, pieces[0], i) for i, (_, row) in enumerate(pieces[0].rows)]

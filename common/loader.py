@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.batch_dataset import BatchDataset
-from common.collate import Batch, Made, assemble, shared_ring
+from common.collate import Batch, MadePiece, assemble, shared_ring
 from common.errors import UserError
 from common.loader_workers import CHECK_SECONDS, Deaths, awaited, deaf, end_workers, patience, start_worker
 from common.orders import Orders
@@ -49,7 +49,7 @@ class Loader:
         num_slots = mixing.num_slots(PREFETCH if self.num_workers else 0)
         dataset.ring = shared_ring(num_slots, mixing.batch_size, dataset.transform.size)
         made = self.made()
-        pieces: Iterator[Made] = map(checked, made)
+        pieces: Iterator[MadePiece] = map(checked, made)
         if mixing.kind == "queue":
             context = multiprocessing.get_context(self.start_method)
             dataset.orders = Orders(context, num_slots, mixing.num_workers)
@@ -78,7 +78,7 @@ class Loader:
         source.plan = replace(source.plan, progress=earlier)
         return source.steps()
 
-    def made(self) -> Generator[Made, None, None]:
+    def made(self) -> Generator[MadePiece, None, None]:
         """What the workers make, in the order of the steps (`queue`: as it gets ready).
 
         Raises UserError where a worker dies or hangs.
@@ -110,7 +110,7 @@ class Loader:
             end_workers(made)
 
 
-def checked(piece: Made) -> Made:
+def checked(piece: MadePiece) -> MadePiece:
     """The piece. Raises UserError with what its worker found wrong."""
     if piece.fatal is not None:
         raise UserError(piece.fatal)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from common.collate import Made
+from common.collate import MadePiece
 from common.errors import UserError
 from common.processes import die_with_parent
 from common.stop import SIGNALS
@@ -22,7 +22,7 @@ def patience(timeout_seconds: float) -> float:
     return max(timeout_seconds - 1, 0.9 * timeout_seconds)
 
 
-def awaited(made: Any, deaths: Deaths, timeout_seconds: float) -> Made | None:
+def awaited(made: Any, deaths: Deaths, timeout_seconds: float) -> MadePiece | None:
     """The next piece; None at the end. Raises UserError that names the workers which hang."""
     deadline = time.monotonic() + patience(timeout_seconds) - 0.01
     while True:
@@ -81,7 +81,7 @@ class Deaths:
         if self.waiting and callable(self.torchs):
             self.torchs(number, frame)
 
-    def awaited(self, made: Iterator[Made]) -> Made | None:
+    def awaited(self, made: Iterator[MadePiece]) -> MadePiece | None:
         """The next piece; None at the end."""
         self.waiting = True
         try:

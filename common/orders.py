@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
-from common.collate import Made
+from common.collate import MadePiece
 from common.sampling import Step
 
 
@@ -31,11 +31,11 @@ class Orders:
         """The number of the part to make. None: no more are wanted. Called by workers."""
         return self._of(epoch).get()
 
-    def filled(self, pieces: Iterator[Made], steps: Iterator[Step]) -> Iterator[Made]:
+    def filled(self, pieces: Iterator[MadePiece], steps: Iterator[Step]) -> Iterator[MadePiece]:
         """The pieces, which come as they get ready, by number. To be asked for a step's when the batch before is done
         with: only then is its place in the ring ordered anew."""
         steps, ahead = itertools.tee(steps)
-        early: dict[int, Made] = {}
+        early: dict[int, MadePiece] = {}
         self._place(itertools.islice(ahead, self.num_slots - 1))
         for step in steps:
             self._place(itertools.islice(ahead, 1))

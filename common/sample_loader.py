@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from common.access.storage import Storage
 from common.assembly import make_source, open_shards
 from common.batch_dataset import BatchDataset
-from common.collate import Made
+from common.collate import MadePiece
 from common.dataset import ExactSource, Keyed, Source
 from common.distributed import World
 from common.errors import UserError
@@ -112,7 +112,7 @@ class SampleLoader:
 
 
 @dataclass
-class MadeFields(Made):
+class MadeFields(MadePiece):
     """A worker's batch, whole: unlike images, its tensors are as large as they happen to be."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class FieldDataset(BatchDataset):
         super().__init__(source, mixing, Fields(), ImageTransform())
         self.functions = functions
 
-    def _fill(self, made: Made, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
+    def _fill(self, made: MadePiece, piece: Piece, samples: Iterable[Keyed], worker: int, number: int) -> None:
         """Apply the functions to each sample, and put together what they make."""
         assert isinstance(made, MadeFields)
         values = []

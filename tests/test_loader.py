@@ -18,7 +18,7 @@ import torch
 
 from common.assembly import classified, make_validation
 from common.batch_dataset import BatchDataset
-from common.collate import Batch, Made, SkippedSample, assemble
+from common.collate import Batch, MadePiece, SkippedSample, assemble
 from common.coverage import split_order
 from common.dataset import EpochPlan, ExactSource, StreamSource
 from common.distributed import World
@@ -163,7 +163,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Worker 0 makes its first pieces slowly."""
     fill = BatchDataset._fill
 
-    def slowly(self: BatchDataset, made: Made, piece: Any, samples: Any, worker: int, number: int) -> None:
+    def slowly(self: BatchDataset, made: MadePiece, piece: Any, samples: Any, worker: int, number: int) -> None:
         time.sleep(seconds * (worker == 0 and number < 12))
         fill(self, made, piece, samples, worker, number)
 
@@ -221,9 +221,9 @@ def test_a_loader_that_is_left_early_ends_its_workers_at_once(
 
 def test_a_skipped_sample_is_counted_in_the_batch_that_lacks_it() -> None:
     bad = SkippedSample("bad image", "cut", "s", 0, "k")
-    made = Made(4, Step(0, 2, 2, 4, 6), 0, rows=[(2, 1)], label=[1], shard=["s"], count=[1], key=["l"],
+    made = MadePiece(4, Step(0, 2, 2, 4, 6), 0, rows=[(2, 1)], label=[1], shard=["s"], count=[1], key=["l"],
                 skipped=[(2, bad), (3, bad)])
-    other = Made(5, Step(0, 3, 3, 6, 8), 1, rows=[(3, 0), (2, 0)], label=[0, 1], shard=["t", "t"], count=[2, 3],
+    other = MadePiece(5, Step(0, 3, 3, 6, 8), 1, rows=[(3, 0), (2, 0)], label=[0, 1], shard=["t", "t"], count=[2, 3],
                  key=["m", "n"])
     batch = assemble(Step(0, 2, 2, 4, 6), torch.zeros(2, 4, 4, 3, dtype=torch.uint8), [made, other])
     assert batch.skipped == [bad] and batch.key == ["n", "l"]
