@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Decode an image and write a square of it into a slot of a batch. MadePiece once, called for every sample.
+    """Decode an image and write a square of it into a slot of a batch. Made once, called for every sample.
 
     augment "crop", for training: 8 to 100 % of the area in a ratio of 3:4 to 4:3, mirrored half of the time.
     augment "center", for validation: the shorter side to size * 256 / 224, then the square in the middle.

@@ -27,7 +27,7 @@ from common.writing.image_files import Rejected, encode, prepare
 
 Stamp = tuple[int, int] | None  # size in bytes and time of change in ns of an input; None for one that is no file
 GO_ON = "free some space or mend the disk, then run the same command again: it goes on where it stopped"
-# A ustar header around name, size and checksum: mode 644, owner 0, time 0, a plain file. MadePiece by hand, since `tarfile`
+# A ustar header around name, size and checksum: mode 644, owner 0, time 0, a plain file. Made by hand, since `tarfile`
 # takes 20 µs for one, which is as long as `tar` takes for a whole image.
 _OWNER = b"0000644\0" + 2 * b"0000000\0"
 _REST = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
