@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from moto.server import ThreadedMotoServer
 
 from common.access import remote
 from common.access.cache import Cache
@@ -215,18 +217,16 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_and_scheme() -> None:
-    if "s3fs" not in sys.modules and not __import__("importlib.util").util.find_spec("s3fs"):
-        with pytest.raises(UserError, match="s3:// needs a package .*; s3://bucket/a.tar; pip install s3fs"):
-            read("s3://bucket/a.tar")
+    if not find_spec("gcsfs"):
+        with pytest.raises(UserError, match="gs:// needs a package .*; gs://bucket/a.tar; pip install gcsfs"):
+            read("gs://bucket/a.tar")
     with pytest.raises(UserError, match="no way to read gopher://; gopher://h/a.tar"):
         read("gopher://h/a.tar")
 
 
 def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket on this machine: a folder, a pattern, a stream and the cache. Needs s3fs and moto[server]."""
-    pytest.importorskip("s3fs", reason="reads s3://: pip install s3fs")
-    moto = pytest.importorskip("moto.server", reason="the test's S3 server: pip install 'moto[server]'")
-    service = moto.ThreadedMotoServer(port=0)
+    """A bucket on this machine: a folder, a pattern, a stream and the cache."""
+    service = ThreadedMotoServer(port=0)
     service.start()
     try:
         host, port = service.get_host_and_port()
