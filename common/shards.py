@@ -134,6 +134,7 @@ def _check_scannable(paths: Sequence[str], storage: Storage) -> None:
     to count."""
     for path in paths:
         if is_remote(path) and not is_command(path) and not storage.cache_dir:
+            storage.open(path).close()  # where there is no such thing, this says so
             raise UserError(f"nobody says how many samples and classes are in a shard; {shown(path)}; "
                             f"put the {INFO} that common.make_shards writes beside it, or give --cache_dir to have it "
                             "counted")

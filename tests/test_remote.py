@@ -177,6 +177,8 @@ def test_an_index_over_http(server: Server, tmp_path: Path) -> None:
     (server.folder / "info.json").unlink()
     with pytest.raises(UserError, match=r"nobody says how many samples .*test-0000.tar; put the info.json"):
         ShardIndex.open([pattern])
+    with pytest.raises(UserError, match=r"no-such.tar"):
+        ShardIndex.open([f"{server.url}/fine/no-such.tar"])
     counted = ShardIndex.open([pattern], storage=Storage(cache_dir=str(tmp_path / "cache")))
     assert (counted.sizes.tolist(), counted.num_classes) == ([5, 3, 4], 2)
 
