@@ -188,11 +188,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--per_run", type=int, default=2, help="kills of a run before it may end [2]")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, to go on from [0]")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept (a temporary one)")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_runs-"))
     prepare(folder)
-    before, references, num_bad, num_kills, number = set(os.listdir("/dev/shm")), {}, 0, 0, 0
+    before, references, num_bad, num_kills, number = set(os.listdir("/dev/shm")), {}, 0, 0, args.first
     while num_kills < args.kills:
         rng = random.Random(f"{args.seed}/{number}")
         ranks, mode = 2 + number % 2, rng.choice(MODES)
@@ -208,7 +209,7 @@ def main() -> int:
               f"({num_kills} kills)", flush=True)
         number += 1
     left = set(os.listdir("/dev/shm")) - before
-    print(f"{number} runs, {num_kills} kills, {num_bad} runs differ; new in /dev/shm: {sorted(left) or 'nothing'}")
+    print(f"{number - args.first} runs, {num_kills} kills, {num_bad} runs differ; new in /dev/shm: {sorted(left) or 'nothing'}")
     return 1 if num_bad else 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.launching import rendezvous
 from common.launching.failure import RankError
 from common.launching.launch_env import Launch
 from common.launching.rendezvous import meet
@@ -69,6 +70,16 @@ def test_ranks_that_never_come_are_named_by_one():
     (line,) = told(outcomes)
     assert "did not come within --timeout 1.5 s: 1, 3 of 4" in line or "rank 0 has left" in line
     assert f"127.0.0.1:{port}" in line
+
+
+def test_ranks_that_were_started_by_a_torchrun_that_is_dead_by_now(monkeypatch: pytest.MonkeyPatch):
+    """A launcher that was killed while they were born: nothing else tells them. They do not wait for --timeout."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setattr(rendezvous, "AGENT_SECONDS", 1.0)
+    port = free_port()
+    (line,) = told(all_meet([launch(rank, 3, port) for rank in range(3)], 1e4))
+    assert line.startswith("torchrun has left") and str(port) in line
 
 
 def test_ranks_of_different_worlds():

@@ -27,6 +27,7 @@ from common.launching.failure import RankError
 from common.launching.launch_env import Launch
 
 POLL_SECONDS = 0.02
+AGENT_SECONDS = 10.0  # that torchrun on this node may take to answer
 
 
 def meet(launch: Launch, timeout_seconds: float) -> dist.Store:
@@ -54,9 +55,7 @@ def meet(launch: Launch, timeout_seconds: float) -> dist.Store:
             raise
         raise RankError(str(error), told=store.add("errors", 1) > 1) from None
     except (dist.DistError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:120]
-        left = f"{'torchrun' if _from_agent() else 'rank 0'} has left ({reason}); {_place(launch)}; see its error"
-        raise RankError(left, told=launch.rank != 0) from None
+        raise _left(error, launch) from None
     return store
 
 
@@ -98,11 +97,15 @@ def _place(launch: Launch) -> str:
 
 
 def _open_store(launch: Launch, timeout_seconds: float) -> dist.Store:
-    """Rank 0 serves it, or torchrun."""
+    """Rank 0 serves it, or torchrun. That of the only node is there before its ranks: where it is not, it was killed."""
+    alone = _from_agent() and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    seconds = min(timeout_seconds, AGENT_SECONDS) if alone else timeout_seconds
     try:
         return dist.TCPStore(launch.master_addr, launch.master_port, is_master=launch.rank == 0 and not _from_agent(),
-                             timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
+                             timeout=timedelta(seconds=seconds), wait_for_workers=False)
     except (dist.DistError, RuntimeError, ValueError) as error:
+        if alone:
+            raise _left(error, launch) from None
         raise _refused(error, launch, timeout_seconds) from None
 
 
@@ -115,6 +118,13 @@ def _refused(error: Exception, launch: Launch, timeout_seconds: float) -> UserEr
     return UserError(f"rank {launch.rank} of {launch.size} did not reach rank 0 within --timeout {timeout_seconds:g} s "
                      f"({reason}); {_place(launch)} from {_host()}; "
                      "check that rank 0 was started and that the address is its node's")
+
+
+def _left(error: Exception, launch: Launch) -> RankError:
+    """Who served the store is gone."""
+    reason = str(error).splitlines()[0][:120]
+    server = "torchrun" if _from_agent() else "rank 0"
+    return RankError(f"{server} has left ({reason}); {_place(launch)}; see its error", told=launch.rank != 0)
 
 
 def _await(store: dist.Store, launch: Launch, rank: int, deadline: float, timeout_seconds: float,
