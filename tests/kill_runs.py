@@ -209,7 +209,8 @@ def main() -> int:
               f"({num_kills} kills)", flush=True)
         number += 1
     left = set(os.listdir("/dev/shm")) - before
-    print(f"{number - args.first} runs, {num_kills} kills, {num_bad} runs differ; new in /dev/shm: {sorted(left) or 'nothing'}")
+    print(f"{number - args.first} runs, {num_kills} kills, {num_bad} runs differ; "
+          f"new in /dev/shm: {sorted(left) or 'nothing'}")
     return 1 if num_bad else 0
 
 

@@ -97,7 +97,7 @@ def _place(launch: Launch) -> str:
 
 
 def _open_store(launch: Launch, timeout_seconds: float) -> dist.Store:
-    """Rank 0 serves it, or torchrun. That of the only node is there before its ranks: where it is not, it was killed."""
+    """Rank 0 serves it, or torchrun. That of the only node is there before its ranks, or else it was killed."""
     alone = _from_agent() and os.environ.get("GROUP_WORLD_SIZE") == "1"
     seconds = min(timeout_seconds, AGENT_SECONDS) if alone else timeout_seconds
     try:
