@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from common.mixing import Mix
 from common.sampling import SHARDS, deal, permutation
 
 
@@ -41,29 +42,27 @@ def split_deal(shard_order: Sequence[int] | np.ndarray, world_size: int, num_wor
 
 
 def split_coverage(shard_sizes: Sequence[int] | np.ndarray, shard_order: Sequence[int] | np.ndarray, world_size: int,
-                   num_workers: int, batch_size: int, steps: int | range, pooled: bool = False) -> tuple[int, int]:
+                   num_workers: int, batch_size: int, steps: int | range, mix: str = "none") -> tuple[int, int]:
     """(num_missed, num_repeated): samples that an epoch never uses, and samples that it uses more than once.
 
     `shard_order` is the epoch's order of shards, `batch_size` that of one rank. `steps` is the epoch's number of steps,
-    or the range of the run's steps that they are: step t of a rank is made by its worker t % W. `pooled`
-    (`--mix pooled` or `queue`) takes a part of every batch from each worker instead. Raises ValueError where a worker
-    would have nothing to read.
+    or the range of the run's steps that they are: step t of a rank is made by its worker t % W, or with a `mix` that
+    cuts batches into parts, part n of all by worker n % W. Raises ValueError where a worker would have nothing to read.
 
     With `--shuffle -1` this says which samples, too: the ends of some workers' shards are missed, the beginnings of
     others' repeated. A shuffle buffer changes which, but not how many, since each pass over a worker's shards empties
-    it: a whole pass gives every sample once, and a pass cut short gives distinct ones. `--mix shuffle` changes only
-    where a sample goes; with `--mix queue` the numbers are near the truth where a batch cannot be cut into equal parts.
+    it: a whole pass gives every sample once, and a pass cut short gives distinct ones.
     """
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     numbers = range(steps) if isinstance(steps, int) else steps
     num_missed = num_repeated = 0
     for rank, workers in enumerate(split_deal(shard_order, world_size, num_workers)):
-        borders = deal(batch_size, len(workers))
+        parts = Mix(mix, batch_size, len(workers), seed=0).pieces_per_step
+        borders, pieces = deal(batch_size, parts), range(numbers.start * parts, numbers.stop * parts)
         for worker, shards in enumerate(workers):
             num_samples = int(sizes[shards].sum())
-            num_batches = len(numbers[(worker - numbers.start) % len(workers) :: len(workers)])
-            part = borders[worker + 1] - borders[worker]
-            num_reads = len(numbers) * part if pooled else num_batches * batch_size
+            size = borders[worker % parts + 1] - borders[worker % parts]
+            num_reads = len(pieces[(worker - pieces.start) % len(workers) :: len(workers)]) * size
             if num_reads and not num_samples:
                 raise ValueError(f"worker {worker} of rank {rank} has no samples to read")
             num_missed += max(num_samples - num_reads, 0)

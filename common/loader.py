@@ -52,7 +52,7 @@ class Loader:
         pieces: Iterator[MadePiece] = map(checked, made)
         if mixing.kind == "queue":
             context = multiprocessing.get_context(self.start_method)
-            dataset.orders = Orders(context, num_slots, mixing.num_workers)
+            dataset.orders = Orders(mixing, context, num_slots)
             pieces = dataset.orders.filled(pieces, self._steps())
         try:
             for group in mixing.groups(self._steps()):

@@ -11,7 +11,7 @@ A worker writes a sample straight into the row of the batch that it ends up in, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from common.sampling import BUFFER, Step, deal, permutation
@@ -39,7 +39,12 @@ class Mix:
 
     @property
     def pieces_per_step(self) -> int:
-        return self.num_workers if self.kind in ("pooled", "queue") else 1
+        """Parts that a batch is cut into. Those of `queue` are equal, so that it does not matter who makes which: as
+        many as there are workers, or somewhat more."""
+        if self.kind == "queue":
+            most = self.batch_size
+            return next(number for number in range(min(self.num_workers, most), most + 1) if most % number == 0)
+        return self.num_workers if self.kind == "pooled" else 1
 
     @property
     def has_own_slots(self) -> bool:
@@ -60,11 +65,7 @@ class Mix:
     def pieces(self, group: list[Step]) -> list[Piece]:
         """The pieces of a group, in the order of the workers that make them: piece n by worker n % num_workers."""
         if self.kind in ("pooled", "queue"):
-            first = group[0].global_step * self.num_workers
-            pieces = [self.part(number, group[0]) for number in range(first, first + self.num_workers)]
-            if self.kind == "queue":  # which part each becomes is not known yet: none is longer than the first
-                pieces = [replace(piece, rows=pieces[0].rows) for piece in pieces]
-            return pieces
+            return [self.part(number, group[0]) for number in self.numbers(group[0])]
         rows = [(step.global_step, row) for step in group for row in range(self.batch_size)]
         if self.kind == "shuffle":
             order = permutation(len(rows), self.seed, group[0].epoch, BUFFER, group[0].step)
@@ -72,10 +73,14 @@ class Mix:
         size = self.batch_size
         return [Piece(step.global_step, step, rows[i * size : (i + 1) * size]) for i, step in enumerate(group)]
 
+    def numbers(self, step: Step) -> range:
+        """Of the pieces of a step where a batch is cut into parts."""
+        return range(step.global_step * self.pieces_per_step, (step.global_step + 1) * self.pieces_per_step)
+
     def part(self, number: int, step: Step) -> Piece:
-        """Piece `number` where batches are cut into equal parts."""
-        global_step, part = divmod(number, self.num_workers)
-        start, stop = list(pairwise(deal(self.batch_size, self.num_workers)))[part]
+        """Piece `number` where a batch is cut into parts."""
+        global_step, part = divmod(number, self.pieces_per_step)
+        start, stop = list(pairwise(deal(self.batch_size, self.pieces_per_step)))[part]
         return Piece(number, step, [(global_step, row) for row in range(start, stop)])
 
     def group_start(self, step: int) -> int:

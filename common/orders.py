@@ -1,6 +1,6 @@
 """`--mix queue`: the parts of batches that are wanted next; the worker that is ready first takes the first of them.
 
-    orders = Orders(multiprocessing.get_context(), num_slots=3, num_workers=2)
+    orders = Orders(mixing, multiprocessing.get_context(), num_slots=3)
     orders.next(epoch)                  # a worker: the number of the part to make
     orders.filled(pieces, steps)        # the main process: places the orders, and sorts what comes back
 """
@@ -13,6 +13,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
 from common.collate import MadePiece
+from common.mixing import Mix
 from common.sampling import Step
 
 
@@ -23,8 +24,8 @@ class Orders:
     there is a queue for each epoch that may be under way at once.
     """
 
-    def __init__(self, context: BaseContext, num_slots: int, num_workers: int):
-        self.num_slots, self.num_workers = num_slots, num_workers
+    def __init__(self, mixing: Mix, context: BaseContext, num_slots: int):
+        self.mixing, self.num_slots = mixing, num_slots
         self._queues: list[SimpleQueue[int | None]] = [context.SimpleQueue() for _ in range(num_slots)]
 
     def next(self, epoch: int) -> int | None:
@@ -39,7 +40,7 @@ class Orders:
         self._place(itertools.islice(ahead, self.num_slots - 1))
         for step in steps:
             self._place(itertools.islice(ahead, 1))
-            for number in self._numbers(step):
+            for number in self.mixing.numbers(step):
                 while number not in early:
                     piece = next(pieces)
                     early[piece.number] = piece
@@ -48,17 +49,14 @@ class Orders:
     def close(self) -> None:
         """Let all workers go, those that wait included. Called by the main process, before it ends them."""
         for queue in self._queues:
-            for _ in range(self.num_workers):
+            for _ in range(self.mixing.num_workers):
                 queue.put(None)
             queue.close()
 
     def _place(self, steps: Iterator[Step]) -> None:
         for step in steps:
-            for number in self._numbers(step):
+            for number in self.mixing.numbers(step):
                 self._of(step.epoch).put(number)
-
-    def _numbers(self, step: Step) -> range:
-        return range(step.global_step * self.num_workers, (step.global_step + 1) * self.num_workers)
 
     def _of(self, epoch: int) -> SimpleQueue[int | None]:
         return self._queues[epoch % len(self._queues)]

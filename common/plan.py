@@ -131,7 +131,7 @@ class Plan:
     def _dealt(self) -> str:
         order = split_order(self.shard_sizes, self.shuffle, self.seed, 0)
         missed, repeated = split_coverage(self.shard_sizes, order, self.world_size, self.num_workers, self.batch_size,
-                                          self.steps_per_epoch, pooled=self.mix in ("pooled", "queue"))
+                                          self.steps_per_epoch, mix=self.mix)
         shares = ["/".join(str(len(shards)) for shards in workers)
                   for workers in split_deal(order, self.world_size, self.num_workers)]
         shown = ", ".join(shares[:8]) + (", …" if len(shares) > 8 else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def test_known_numbers():
     assert split_coverage([8, 8], [0, 1], 1, 2, 4, range(1, 4)) == (4, 0)
     assert split_coverage([4, 8], [0, 1], 1, 2, 4, range(3)) == (4, 4)
     assert split_coverage([4, 8], [0, 1], 1, 2, 4, range(1, 4)) == (0, 0)
-    assert split_coverage([8, 8], [0, 1], 1, 2, 5, 2, pooled=True) == (16 - 10, 0)
+    assert split_coverage([8, 8], [0, 1], 1, 2, 5, 2, mix="pooled") == (16 - 10, 0)
 
 
 def test_no_worker_is_left_without_a_shard():
@@ -46,8 +47,9 @@ def test_a_rank_without_a_shard_is_an_error():
 @settings(max_examples=200, deadline=None)
 @given(sizes=st.lists(st.integers(1, 12), min_size=4, max_size=9), world_size=st.integers(1, 4),
        num_workers=st.integers(0, 3), batch_size=st.integers(1, 7), first=st.integers(0, 5),
-       num_steps=st.integers(0, 9), pooled=st.booleans(), buffer=st.integers(1, 6))
-def test_it_is_what_a_simulation_counts(sizes, world_size, num_workers, batch_size, first, num_steps, pooled, buffer):
+       num_steps=st.integers(0, 9), mix=st.sampled_from(["none", "pooled", "shuffle", "queue"]),
+       buffer=st.integers(1, 6))
+def test_it_is_what_a_simulation_counts(sizes, world_size, num_workers, batch_size, first, num_steps, mix, buffer):
     """Each worker shuffles in a buffer that every pass empties: the numbers do not depend on it."""
     order, uses = list(range(len(sizes))), np.zeros((len(sizes), 12), dtype=int)
     for rank in range(world_size):
@@ -56,13 +58,17 @@ def test_it_is_what_a_simulation_counts(sizes, world_size, num_workers, batch_si
         streams = [passes([(s, i) for s in shards[w::active] for i in range(sizes[s])], buffer) for w in range(active)]
         for step in range(first, first + num_steps):
             parts = [batch_size * (step % active == worker) for worker in range(active)]
-            if pooled:
+            if mix == "pooled":
                 parts = [len(part) for part in np.array_split(np.arange(batch_size), active)]
+            elif mix == "queue":  # the fewest equal parts of which each worker can make one, in turn
+                number = next(n for n in range(min(active, batch_size), batch_size + 1) if batch_size % n == 0)
+                turns = Counter(n % active for n in range(step * number, (step + 1) * number))
+                parts = [turns[worker] * (batch_size // number) for worker in range(active)]
             for stream, part in zip(streams, parts, strict=True):
                 for shard, count in itertools.islice(stream, part):
                     uses[shard, count] += 1
     missed = sum(sizes) - int((uses > 0).sum())
-    said = split_coverage(sizes, order, world_size, num_workers, batch_size, range(first, first + num_steps), pooled)
+    said = split_coverage(sizes, order, world_size, num_workers, batch_size, range(first, first + num_steps), mix)
     assert said == (missed, int((uses > 1).sum()))
 
 

@@ -212,7 +212,7 @@ def test_what_split_says_before_the_run_is_what_the_audit_finds(tmp_path, mix, w
     assert report.kept, report.text()
     for epoch in report.epochs:
         said = split_coverage(sizes, split_order(sizes, -1, 3, epoch.epoch), world_size, num_workers, batch_size,
-                              range(epoch.epoch * steps, (epoch.epoch + 1) * steps), pooled=mix == "pooled")
+                              range(epoch.epoch * steps, (epoch.epoch + 1) * steps), mix=mix)
         assert said == (epoch.missing, epoch.repeated)
 
 
