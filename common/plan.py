@@ -17,7 +17,8 @@ from common.processes import available_cpus
 from common.sampling import Progress
 from common.shards import ShardIndex
 
-SAME_ALWAYS = ("sampling", "seed", "shuffle", "num_samples", "num_classes", "data_digest")
+SAME_ALWAYS = ("sampling", "seed", "shuffle", "num_samples", "num_classes", "data_digest", "bytes_digest")
+MAYBE_UNKNOWN = ("bytes_digest",)  # then nothing can be said of it
 SAME_FOR_STREAMS = ("mix", "batch_size", "world_size", "num_workers", "epoch_samples")
 
 
@@ -41,6 +42,7 @@ class Plan:
     num_classes: int
     classes: tuple[str, ...] | None
     data_digest: str
+    bytes_digest: str | None = None
 
     @classmethod
     def make(cls, index: ShardIndex, *, sampling: str, mix: str, seed: int, shuffle: int,
@@ -49,7 +51,7 @@ class Plan:
         """The plan for a data set. Raises UserError where an epoch would have no step, or a rank nothing to read."""
         plan = cls(sampling, mix, seed, shuffle, index.num_samples, epoch_samples or index.num_samples, batch_size,
                    world_size, num_workers, num_epochs, max_steps, index.names, tuple(index.sizes.tolist()),
-                   index.num_classes, index.classes, index.digest)
+                   index.num_classes, index.classes, index.digest, index.bytes_digest)
         if not plan.steps_per_epoch:
             raise UserError(f"an epoch of {plan.epoch_samples} samples has no full batch of {plan.global_batch} "
                             f"(-b {batch_size} × {world_size} ranks); --sampling {sampling}; "
@@ -103,10 +105,16 @@ class Plan:
     def check_resumed(self, saved: dict[str, Any]) -> None:
         """Raise UserError for the first field in which a run to be continued differs and must not."""
         current = self.as_dict()
-        for name in SAME_ALWAYS + (SAME_FOR_STREAMS if self.sampling != "exact" else ()):
-            if name in saved and saved[name] != current[name]:
-                raise UserError(f"the run to be continued had {name} {saved[name]}, this one has {current[name]}; "
-                                "--resume; give the old value, or start another run with --weights FILE")
+        names = SAME_ALWAYS + (SAME_FOR_STREAMS if self.sampling != "exact" else ())
+        pairs = [(name, saved[name], current[name]) for name in names if name in saved]
+        classes = zip(saved.get("classes") or (), self.classes or (), strict=False)
+        pairs += [(f"class {number}", *both) for number, both in enumerate(classes)]
+        for name, before, now in pairs:
+            if before == now or name in MAYBE_UNKNOWN and None in (before, now):
+                continue
+            what = "other shards under the same names: " if name in MAYBE_UNKNOWN else ""
+            raise UserError(f"{what}the run to be continued had {name} {before}, this one has {now}; "
+                            "--resume; give the old value, or start another run with --weights FILE")
 
     def lines(self, local_ranks: int = 1) -> Iterator[str]:
         """What the start-up says."""

@@ -44,6 +44,7 @@ class ShardIndex:
     num_classes: int
     classes: tuple[str, ...] | None = None
     storage: Storage = Storage()
+    bytes_digest: str | None = None  # of the tars' lengths; None where one of them is not known
 
     @classmethod
     def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: Progress | None = None,
@@ -76,7 +77,8 @@ class ShardIndex:
             raise UserError(f"no samples; all {len(paths)} shards of {shown(patterns[0])} are empty; write them anew")
         if labels:
             num_classes, classes = _found_classes(scans, paths)
-        index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage)
+        index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage,
+                    _bytes_digest(paths, infos))
         if scans and num_classes and not any(info.path for info in infos.values()) and _are_whole(scans, paths):
             _keep_info(index)
         return index
@@ -87,9 +89,26 @@ class ShardIndex:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the data: changes when a shard is added, removed, renamed or of another size."""
-        text = json.dumps([self.names, self.sizes.tolist(), self.num_classes])
-        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        """Identity of the data: changes when a shard is added, removed, renamed or has more or fewer samples."""
+        return _digest([self.names, self.sizes.tolist(), self.num_classes])
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _bytes_digest(paths: Sequence[str], infos: dict[str, Info]) -> str | None:
+    """Tells other images under the same names and numbers: the lengths of the tars, as they are or as info.json says.
+
+    Where one is compressed or not known it is None: the same data may be compressed otherwise elsewhere.
+    """
+    lengths = []
+    for path in paths:
+        if not path.endswith(".tar") or is_command(path):
+            return None
+        length = infos[folder_of(path)].shards.get(basename(path), (None, None))[1]
+        lengths.append(length if is_remote(path) else os.path.getsize(path))
+    return None if None in lengths else _digest(lengths)
 
 
 def folder_of(path: str) -> str:

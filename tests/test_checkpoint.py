@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from common import checkpoint
+from common.access.storage import Storage
 from common.errors import UserError
 from common.plan import Plan
 from common.running.resume import take_over
@@ -196,6 +198,26 @@ def test_a_plan_that_must_not_differ_names_field_and_both_values(tmp_path: Path)
     write_shards(tmp_path / "shards", (10, 10, 11))
     with pytest.raises(UserError, match="had num_samples 30, this one has 31"):
         make_plan(tmp_path).check_resumed(saved)
+
+
+def test_other_data_under_the_same_names_and_numbers_is_refused(tmp_path: Path) -> None:
+    """Shards packed anew, or classes renamed: positions and labels of the old run would mean other images."""
+    folder = write_shards(tmp_path / "shards", (10, 10))
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "classes": ["cat", "dog"]}))
+    saved = make_plan(tmp_path).as_dict()
+    make_plan(tmp_path).check_resumed(saved)
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "classes": ["cat", "wolf"]}))
+    with pytest.raises(UserError, match="had class 1 dog, this one has wolf; --resume"):
+        make_plan(tmp_path).check_resumed(saved)
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2}))  # nothing is said of names
+    make_plan(tmp_path).check_resumed(saved)
+    one, two = sorted(folder.glob("*.tar"))
+    with open(two, "ab") as file:
+        file.write(bytes(10240))
+    with pytest.raises(UserError, match="other shards under the same names: .* had bytes_digest"):
+        make_plan(tmp_path).check_resumed(saved)
+    storage = Storage(str(tmp_path / "cache"), allow_pipe=True)
+    assert ShardIndex.open([f"pipe:cat {one}"], storage=storage).bytes_digest is None
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
