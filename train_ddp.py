@@ -107,4 +107,4 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, has_ranks=True)

@@ -21,18 +21,21 @@ from common.launching.failure import RankError, SharedError
 from common.launching.launch_env import is_first
 
 
-def run_script(main: Callable[[], None]) -> None:
+def run_script(main: Callable[[], None], has_ranks: bool = False) -> None:
     """Call `main` and exit: 0 when it returns, 1 for a UserError, 2 for bad usage; a bug keeps its traceback.
 
-    torchrun's report gets the message too, as it would from `@record`, without a traceback.
+    torchrun's report gets the message too, as it would from `@record`, without a traceback. With `has_ranks` the
+    processes that a launcher starts are one run, and one of them tells; else each is a run of its own.
     """
     handler = get_error_handler()
     handler.initialize()
     try:
+        if not has_ranks:
+            _refuse_torchrun()
         main()
     except UserError as error:
         _record(str(error))
-        if not _is_told(error):
+        if not (has_ranks and _is_told(error)):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _leave(2 if isinstance(error, UsageError) else 1)
     except Exception as error:
@@ -40,6 +43,14 @@ def run_script(main: Callable[[], None]) -> None:
         traceback.print_exc()
         _leave(1)
 
+
+def _refuse_torchrun() -> None:
+    """Several of torchrun's processes would be runs in one folder: they do not know of each other."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and size != "1":
+        script = os.path.basename(sys.argv[0])
+        raise UsageError(f"{script} is a run of one process, and torchrun started {size} of it; --nproc_per_node; "
+                         "start it with python, or train_ddp.py with torchrun")
 
 def _record(message: str) -> None:
     """Leave a line for torchrun's report where it looks for one; `record_exception` would leave a traceback."""

@@ -47,7 +47,7 @@ def main():
         except Exception as error:  # as `keep_records` does
             raise world.explain(error)
 
-run_script(main)
+run_script(main, has_ranks=True)
 """
 CASES = {  # rank, how, where -> whose line is expected, if any
     (0, "user", "alone"): "error: what; where; what to do",
@@ -101,6 +101,22 @@ def test_of_three_ranks_one_that_is_left_tells(killed: tuple[int, ...]) -> None:
     lines = [line for result in results for line in result.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "lost another rank in a collective, the connection is closed" in lines[0], results
     assert [result.code for result in results] == [-signal.SIGKILL if rank in killed else 1 for rank in range(3)]
+
+
+def test_every_process_that_is_a_run_of_its_own_tells() -> None:
+    """Of ranks that fail alike the first one does; who has no such first one beside it does, too."""
+    cases = {
+        ("train_single.py", "-b", "0", "RANK=1"): (2, "--batch_size"),  # one of several runs that srun started
+        ("train_ddp.py", "LOCAL_RANK=1"): (1, "set LOCAL_RANK but not RANK"),
+        ("train_single.py", "RANK=1", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=x"): (2, "--nproc_per_node"),
+        ("train_ddp.py", "-b", "0", "RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=1"): (2, ""),
+    }
+    started = {case: start([sys.executable, *(word for word in case if "=" not in word)],
+                           **dict(word.split("=") for word in case if "=" in word)) for case in cases}
+    for case, (code, words) in cases.items():
+        result = end(started[case], 150)
+        lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+        assert result.code == code and len(lines) == bool(words) and words in "".join(lines), (case, result)
 
 
 def free_port() -> int:

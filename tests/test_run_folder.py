@@ -191,6 +191,23 @@ def test_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
         (output / name).unlink()
 
 
+def test_a_run_that_failed_before_its_first_step_left_nothing_to_refuse(tmp_path: Path) -> None:
+    """A typo that is found once the folder is made: the corrected command takes the same folder."""
+    folder = RunFolder.open("train_ddp", tmp_path, resume=False, env={})
+    folder.start_attempt(START)
+    folder.write_config({"plan": PLAN})
+    folder.finish("failed", "no such file; --weights x.pt")
+    RunFolder.open("train_ddp", tmp_path, resume=False, env={})
+    for name, text in (("metrics.jsonl", '{"attempt": 0}\n'), ("best.pt", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match="already holds a run"):
+            RunFolder.open("train_ddp", tmp_path, resume=False, env={})
+        (tmp_path / name).unlink()
+    folder.finish("stopped")
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder.open("train_ddp", tmp_path, resume=False, env={})
+
+
 def test_folder_with_other_files_is_fine(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     assert RunFolder.open("train_dp", tmp_path, False, env={}).path == tmp_path

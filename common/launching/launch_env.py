@@ -71,9 +71,12 @@ class Launch:
 
 
 def is_first(env: Env, on_node: bool = False) -> bool:
-    """Whether this process should speak for all, or all on its node, where no rank is known yet: first, or alone."""
-    launcher = _launcher(env)
-    return not launcher or env.get(VARIABLES[launcher][2 if on_node else 0], "0") == "0"
+    """Whether this process should speak for all, or all on its node, where no rank is known yet: first, or alone.
+
+    One that knows only a part of its place does: nobody else may be there.
+    """
+    names = VARIABLES.get(_launcher(env), ())[:3]
+    return not all(map(env.get, names)) or not names or env[names[2 if on_node else 0]] == "0"
 
 
 def tasks_without_srun(env: Env) -> int:

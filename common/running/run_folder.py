@@ -57,7 +57,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()  # fails now rather than after the first epoch
         found = [name for name in RUN_FILES if (path / name).exists()]
-        if found and not resume and not restarted:
+        if found and not resume and not restarted and not _came_to_nothing(path):
             raise UserError(f"the folder already holds a run ({found[0]}); --output {path}; "
                             "add --resume auto to go on with it, or choose another --output")
         return cls(path, restarted, agent, script)
@@ -148,6 +148,12 @@ class RunFolder:
         for path in (self.path / "metrics.jsonl", *self.path.glob("trace/rank*.jsonl")):
             seen = max(seen, _last_attempt(path) + 1)
         return seen
+
+
+def _came_to_nothing(path: Path) -> bool:
+    """Whether a run failed before its first step was reported: there is nothing to lose, and nothing to go on from."""
+    status, records = read_json(path / "status.json"), (path / "metrics.jsonl", *path.glob("trace/rank*.jsonl"))
+    return status.get("state") == "failed" and not any(path.glob("*.pt")) and all(_last_attempt(p) < 0 for p in records)
 
 
 def _places(path: Path) -> list[Json] | None:
