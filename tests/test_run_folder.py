@@ -285,10 +285,12 @@ def test_config_keeps_the_plan_of_every_attempt(tmp_path: Path) -> None:
         folder.start_attempt(START)
         if attempt != 1:  # killed before it was written
             for written in [{}, plan][attempt > 0 :]:  # the last one counts
-                folder.write_config({"script": "train_ddp", "config": {"batch_size": 4}, "plan": written})
+                trace = ["save"] if attempt else []
+                folder.write_config({"script": "train_ddp", "config": {"trace": trace}, "plan": written})
     config = read_json(tmp_path / "config.json")
-    assert (config["script"], config["config"], config["plan"]) == ("train_ddp", {"batch_size": 4}, plans[2])
-    assert config["plans"] == [plans[0], plans[2], plans[2]]
+    assert (config["script"], config["config"], config["plan"]) == ("train_ddp", {"trace": ["save"]}, plans[2])
+    traced = [(plans[0], False), (plans[2], True), (plans[2], True)]
+    assert config["plans"] == [{**plan, "traced": value} for plan, value in traced]
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,35 @@ def test_tracing_that_began_with_a_later_attempt_is_judged_from_there(tmp_path):
     assert (report.epochs[0].once, report.epochs[0].not_reached, report.epochs[1].once) == (4, 16, 20)
 
 
+@pytest.mark.parametrize("second, third", [(2, 3), (5, 2), (2, None)])
+def test_what_a_start_without_a_trace_did_is_not_judged(tmp_path, second, third):
+    """Nothing is known of it: neither a gap nor a proof. In the middle of an epoch, over its end, to the run's end."""
+    starts = [Start(2, 4, 1, 1), Start(2, 2, second, second), *([Start(2, 4)] if third else [])]
+    run = make_run(tmp_path, starts=starts if third else [starts[0], Start(2, 2)])
+    run.config["plans"][1]["traced"] = False
+    run.rows = {rank: [row for row in rows if row["attempt"] != 1] for rank, rows in run.rows.items()}
+    report = judge(run)
+    assert report.kept, report.text()
+    (note,) = report.notes
+    assert note.startswith("nothing is recorded from epoch 0 step 1 ") and note.endswith("not judged")
+    assert report.epochs[0].once == 8 and not report.epochs[0].complete
+    run.rows[1].pop(0)
+    assert "steps" in faults(run)
+    run.config["plans"][1]["traced"] = True
+    assert "missing" in faults(run)
+
+
+def test_an_epoch_is_judged_though_a_later_start_asked_for_fewer(tmp_path):
+    run = make_run(tmp_path)
+    run.config["plans"].append({**run.config["plans"][0], "num_epochs": 1})
+    run.config["plan"] = run.config["plans"][1]
+    run.status["attempts"].append({"epoch": 2, "step": 0, "global_step": 6, "position": 0})
+    report = judge(run)
+    assert report.kept and [epoch.once for epoch in report.epochs] == [20, 20]
+    run.rows[0].pop()
+    assert "missing" in faults(run)
+
+
 def test_a_rank_without_samples_writes_empty_rows(tmp_path):
     run = make_run(tmp_path, sizes=(5,), starts=[Start(4, 2)])
     run2 = make_run(tmp_path, sizes=(9,), starts=[Start(4, 2)])

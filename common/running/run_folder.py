@@ -120,11 +120,12 @@ class RunFolder:
     def write_config(self, config: Json) -> None:
         """Write config.json after `start_attempt`: `config` has "script", "config" and "plan".
 
-        "plans" keeps the plan of every attempt, "attempts" a copy of the list in status.json.
+        "plans" keeps the plan of every attempt and whether it was traced, "attempts" a copy of the list in status.json.
         """
+        traced = "save" in config.get("config", {}).get("trace", ())
         plans = read_json(self.path / "config.json").get("plans")
         plans = plans[: self.attempt] if isinstance(plans, list) else []
-        plans += [config["plan"]] * (self.attempt + 1 - len(plans))
+        plans += [{**config["plan"], "traced": traced}] * (self.attempt + 1 - len(plans))
         whole = {**config, "plans": plans, "attempts": self._status["attempts"]}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items()]
         write_atomic(self.path / "config.json", "{\n" + ",\n".join(lines) + "\n}\n")

@@ -30,6 +30,7 @@ class RecordedPlan:
     num_epochs: int
     max_steps: int | None = None
     mix: str = "none"
+    traced: bool = True
 
     @property
     def drop_last(self) -> bool:

@@ -96,8 +96,11 @@ class _Auditor:
             why = "after a later epoch" if place.epoch < self.epoch.number else "past the last epoch"
             self.faults.add("steps", *(f"{name} is recorded by rank {row.file_rank} {why}" for row in rows))
             return
-        while self.epoch.number < place.epoch:
-            self._close_epoch(complete=True)
+        while self.epoch.number < place.epoch or self._is_untraced(attempt):
+            if self._is_untraced(attempt):
+                self._leave_out(attempt)
+            else:
+                self._close_epoch(complete=True)
         begin, end = attempt.begin, attempt.num_steps(place.epoch)
         if (place.epoch, place.step) < (begin.epoch, begin.step) or place.step >= end:
             span = f"which began with epoch {begin.epoch} step {begin.step} and has {end} steps in this epoch"
@@ -112,6 +115,24 @@ class _Auditor:
         self.epoch.add_step(attempt.plan.world_size, (row.file_rank for row in rows))
         for row in rows:
             self._row(attempt, place, row)
+
+    def _is_untraced(self, until: Attempt | None = None) -> bool:
+        """Whether an attempt that recorded nothing brought the run on from here, to where `until` took over."""
+        here = (self.epoch.number, self.epoch.position)
+        if all(attempt.plan.traced for attempt in self.run.attempts) or until and until.has_begun(*here):
+            return False
+        return not self.run.attempt_at(*here).plan.traced
+
+    def _leave_out(self, attempt: Attempt | None) -> None:
+        """Judge again from where `attempt` began; None: no more."""
+        epoch, step = self.epoch, self.epoch.next_step
+        end = f" to epoch {attempt.begin.epoch} step {attempt.begin.step}" if attempt else " on"
+        self._note(f"nothing is recorded from epoch {epoch.number} step {step}{end}: not judged")
+        if step > epoch.first_step:
+            self._close_epoch(complete=False)
+        if attempt:
+            begin = attempt.begin
+            self.epoch = EpochCount(begin.epoch, self.run, begin.position, begin.step)
 
     def _check_turn(self, attempt: Attempt, place: Step, rows: list[Row], name: str) -> None:
         """Whether this is the step that comes next, recorded once by each rank of the world."""
@@ -162,7 +183,9 @@ class _Auditor:
         """Close what is open: all epochs of a complete run, else the last one as far as it came."""
         plan = self.run.plan
         if self.run.state == "complete" and (plan.max_steps is None or place.global_step + 1 < plan.max_steps):
-            while self.epoch.number < plan.num_epochs:
+            while self.epoch.number < max(plan.num_epochs, place.epoch + 1):  # a later start may have asked for fewer
+                if self._is_untraced():
+                    return self._leave_out(None)
                 self._close_epoch(complete=True)
         else:
             attempt = self.run.attempt_at(place.epoch, place.start)

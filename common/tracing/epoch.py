@@ -22,7 +22,7 @@ class EpochCount:
     def __init__(self, number: int, run: RecordedRun, position: int = 0, step: int = 0):
         self.number, self.run = number, run
         self.first_position = self.position = position
-        self.next_step = step
+        self.first_step = self.next_step = step
         self.seen = np.zeros(int(run.shard_sizes.sum()), dtype=np.uint8)  # 0: not, 1: once, 2: more often
         self.steps: list[tuple[int, list[int]]] = []  # world size, steps of each rank; for each world in turn
         self.num_reads = self.num_batches = self.num_shards = self.num_workers = self.num_classes = 0
