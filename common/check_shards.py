@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from common.files import write_atomic
 from common.indexing.info import INFO, Info, check_totals, write_info
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
-from common.shards import basename, folder_of, known_classes, read_any_info
+from common.shards import basename, folder_of, known_classes, promised_through_cache, read_any_info
 
 NUM_SHOWN = 20  # problems of one cause that are printed
 
@@ -83,6 +83,7 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
         num_classes, classes = 0, None
         problems.append(Problem("wrong description", str(error), folder_of(paths[0])))
     fields = Fields(fields.image_field, fields.label_field, num_classes or None, classes)
+    storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
     jobs = [CheckJob(path, name, storage, fields, out, throws_away) for path, name in zip(paths, names, strict=True)]
     shards = _run(jobs, num_workers)
     problems += [problem for shard in shards for problem in shard.problems]

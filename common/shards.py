@@ -14,13 +14,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.access.copies import UNKNOWN, Promised
 from common.access.storage import Storage
 from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
@@ -60,6 +61,7 @@ class ShardIndex:
         paths = expand(patterns, storage)
         _warn_of_gaps(paths)
         infos = {folder: read_any_info(folder, storage) for folder in dict.fromkeys(map(folder_of, paths))}
+        storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
         sizes = _known_sizes(paths, infos)
         num_classes, classes = known_classes(infos)
         labels = labels and not num_classes  # they are what has to be looked for
@@ -132,9 +134,20 @@ def read_any_info(folder: str, storage: Storage) -> Info:
     return (parse_info(text, shown(url)) if text is not None else None) or Info()
 
 
+def promised_of(path: str, infos: dict[str, Info]) -> Promised:
+    """What info.json says of a shard."""
+    return infos[folder_of(path)].shards.get(basename(path), UNKNOWN)
+
+
+def promised_through_cache(paths: Sequence[str], infos: dict[str, Info], storage: Storage) -> dict[str, Promised]:
+    """What copies in the cache are held against, on every node: they may be older than what info.json describes."""
+    remote = [path for path in paths if is_remote(path)] if storage.cache_dir else []
+    return {path: promised_of(path, infos) for path in remote}
+
+
 def _promised_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
     """Samples per shard as info.json has them, -1 where it does not."""
-    return np.array([infos[folder_of(path)].shards.get(basename(path), (None,))[0] or -1 for path in paths], np.int64)
+    return np.array([promised_of(path, infos).samples or -1 for path in paths], np.int64)
 
 
 def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
@@ -142,7 +155,7 @@ def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
     says."""
     sizes = np.full(len(paths), -1, dtype=np.int64)
     for i, path in enumerate(paths):
-        samples, num_bytes = infos[folder_of(path)].shards.get(basename(path), (None, None))
+        samples, num_bytes = promised_of(path, infos)
         if samples is not None and (is_remote(path) or num_bytes == os.path.getsize(path)):
             sizes[i] = samples
     return sizes

@@ -22,6 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from common.access import remote
 from common.access.cache import Cache
+from common.access.copies import Promised
 from common.access.remote import open_url
 from common.access.storage import Storage
 from common.assembly import open_shards
@@ -287,6 +288,63 @@ def test_the_limit_holds_and_what_is_open_stays(tmp_path: Path) -> None:
     small = ShardIndex.open(list(map(str, gz)), storage=Storage(str(tmp_path / "c2"), limit / 1e9))
     assert [sample.key for sample in by_position(small)] == [sample.key for sample in by_position(index)]
     assert sum(path.stat().st_size for path in (tmp_path / "c2").iterdir()) <= limit
+
+
+def describe(folder: Path, sizes: tuple[int, ...]) -> None:
+    entries = [{"name": path.name, "samples": size, "bytes": path.stat().st_size}
+               for path, size in zip(sorted(folder.glob("*.t*")), sizes, strict=True)]
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "shards": entries}))
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tgz"])
+def test_a_copy_that_contradicts_its_description_is_fetched_anew(server: Server, tmp_path: Path, suffix: str) -> None:
+    """Other bytes, another number of samples, a copy cut short: once each. What cannot be compared stays."""
+    folder, cache = tmp_path / "served", Storage(cache_dir=str(tmp_path / "cache"))
+    shutil.rmtree(folder)
+
+    def serve(keys: list[str], padding: int = 0) -> None:
+        tar = write_tar(tmp_path / "x.tar", [*files(keys), ("z.txt", bytes(padding))])
+        folder.mkdir(exist_ok=True)
+        (folder / f"x{suffix}").write_bytes(tar.read_bytes() if suffix == ".tar" else gzip.compress(tar.read_bytes()))
+        describe(folder, (len(keys) + 1,))
+        server.asked.clear()
+
+    def found() -> list[str]:
+        index = ShardIndex.open([f"{server.url}/fine/x{suffix}"], storage=cache)
+        keys = [sample.key for sample in by_position(index)]
+        assert [sample.key for sample in by_stream(index)] == keys
+        return keys[:-1]
+
+    def num_fetched() -> int:
+        return sum(path.endswith(suffix) for path, _ in server.asked)
+
+    for keys, padding in ((KEYS[:8], 0), (KEYS[2:10], 30_000), (KEYS, 30_000)):
+        serve(keys, padding)
+        assert (found(), found(), num_fetched()) == (keys, keys, 1)
+    copy, = (tmp_path / "cache").glob("*.tar")
+    os.truncate(copy, 9000)
+    assert (found(), num_fetched()) == (KEYS, 2)
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "shards": [{"name": f"x{suffix}", "samples": 13}]}))
+    assert (found(), num_fetched()) == (KEYS, 2)
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "shards": [
+        {"name": f"x{suffix}", "samples": 13, "bytes": 77}]}))
+    with pytest.raises(UserError, match=rf"info.json promises 77 bytes, \d+ came; shard .*/fine/x{suffix}; it was cut"):
+        found()
+    serve(KEYS[:3])
+    (folder / "info.json").write_text(json.dumps({"num_classes": 2, "shards": [{"name": f"x{suffix}", "samples": 13}]}))
+    with pytest.raises(UserError, match=r"13 samples were promised, the tar (holds|gave) 4"):
+        found()
+    assert num_fetched() == 1
+
+
+def test_a_copy_that_is_out_of_date_stays_as_long_as_it_is_read(server: Server, tmp_path: Path) -> None:
+    cache, url = Cache(str(tmp_path / "cache"), patience_seconds=0.2), "https://h/a.tar"
+    tar = write_tar(tmp_path / "a.tar", files(KEYS))
+    path, held = cache.acquire(url, lambda: open(tar, "rb"))
+    with pytest.raises(UserError, match=rf"out of date, and another run is reading it; {path}; wait"):
+        cache.acquire(url, lambda: open(tar, "rb"), promised=Promised(samples=5))
+    os.close(held)
+    assert cache.acquire(url, lambda: open(tar, "rb"), promised=Promised(samples=5))[0] == path
 
 
 READ = """

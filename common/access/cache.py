@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,14 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.access.copies import (
+    TAR,
+    UNKNOWN,
+    Copy,
+    Promised,
+    escaped,
+    file_name,
+    noted,
+    open_locked,
+    remove_unused,
+)
 from common.access.urls import shown
 from common.errors import UserError
-from common.tars.index import index_path, write_index
+from common.tars.index import write_index
 from common.tars.samples import TornTar, walk_tar, warn_of_no_end
 from common.tars.stream import BROKEN, decompressed
 
 CHUNK = 1 << 22
-TAR = ".tar"
 
 
 @dataclass(frozen=True)
@@ -40,21 +48,25 @@ class Cache:
     max_bytes: int | None = None
     patience_seconds: float = 60.0
 
-    def acquire(self, url: str, fetch: Callable[[], Any], identity: str = "") -> tuple[str, int]:
+    def acquire(self, url: str, fetch: Callable[[], Any], identity: str = "",
+                promised: Promised = UNKNOWN) -> tuple[str, int]:
         """Path of the plain tar, and a descriptor that keeps it from being removed until it is closed.
 
         `fetch()` opens what is to be stored, plain or compressed. `identity` changes when the thing behind `url` does.
+        A copy that contradicts what was `promised`, or is not as it was fetched, is fetched anew, once.
         """
-        name = _file_name(url, identity)
+        name = file_name(url, identity)
         path = os.path.join(self.folder, name)
         with self._telling():
             os.makedirs(self.folder, exist_ok=True)
-            file = _open_locked(path, fcntl.LOCK_SH)
+            file = self._open(name, promised)
             while file is None:
                 with self._locked(f".{name}.lock"):
-                    if not os.path.exists(path):
-                        self._fetch(name, url, fetch)
-                file = _open_locked(path, fcntl.LOCK_SH)
+                    file = self._open(name, promised)  # another process may have been faster
+                    if file is None:
+                        self._drop(path)
+                        self._fetch(name, url, fetch, promised)
+                        file = open_locked(path, fcntl.LOCK_SH)
             with suppress(OSError):
                 os.utime(path)
         return path, file
@@ -66,17 +78,44 @@ class Cache:
             with suppress(OSError), self._locked(f".{name}.lock", wait=False):
                 part.unlink(missing_ok=True)
 
-    def _fetch(self, name: str, url: str, fetch: Callable[[], Any]) -> None:
+    def _open(self, name: str, promised: Promised) -> int | None:
+        """A descriptor of the copy, if it is there and as it should be."""
+        file = open_locked(os.path.join(self.folder, name), fcntl.LOCK_SH)
+        if file is None:
+            return None
+        size, copy = os.fstat(file).st_size, noted(os.path.join(self.folder, f".{name}.lock"))
+        if (copy is None and promised.num_bytes in (None, size)
+                or copy is not None and copy.num_bytes == size and copy.fits(promised)):
+            return file
+        os.close(file)
+        return None
+
+    def _drop(self, path: str) -> None:
+        """Remove a copy that is not what it should be, as soon as nobody reads it."""
+        deadline = time.monotonic() + self.patience_seconds
+        while os.path.exists(path) and not remove_unused(path):
+            if time.monotonic() > deadline:
+                raise UserError(f"a cached shard is out of date, and another run is reading it; {path}; wait for that "
+                                "run to end, or give another --cache_dir")
+            time.sleep(0.1)
+
+    def _fetch(self, name: str, url: str, fetch: Callable[[], Any], promised: Promised) -> None:
         """Download, check, and give it its name. Called with the shard's lock held."""
-        for old in Path(self.folder).glob(f".{_escaped(name)}.*.part"):
+        for old in Path(self.folder).glob(f".{escaped(name)}.*.part"):
             old.unlink(missing_ok=True)
         part = Path(self.folder, f".{name}.{os.getpid()}.part")
         try:
             with fetch() as source, open(part, "wb") as target:
-                self._copy(decompressed(source), target, part)
+                num_bytes = self._copy(decompressed(source), target, part)
+                num_fetched = _position(source)
             samples, has_end = walk_tar(part, shown(url))
             if samples and not has_end:
                 warn_of_no_end(shown(url), len(samples))
+            copy = Copy(num_bytes, num_fetched, len(samples))
+            if not copy.fits(promised._replace(samples=None)):  # of their number, who reads them tells
+                raise UserError(f"info.json promises {promised.num_bytes} bytes, {num_fetched} came; shard "
+                                f"{shown(url)}; it was cut or changed: write or copy it again, with its info.json")
+            copy.note(os.path.join(self.folder, f".{name}.lock"))
             final = Path(self.folder, name)
             os.replace(part, final)
             write_index(final, samples)
@@ -88,8 +127,9 @@ class Cache:
         finally:
             part.unlink(missing_ok=True)
 
-    def _copy(self, source: Any, target: Any, part: Path) -> None:
-        """Room is taken before it is filled, so that the limit holds while several processes download."""
+    def _copy(self, source: Any, target: Any, part: Path) -> int:
+        """The number of bytes. Room is taken before it is filled, so that the limit holds while several processes
+        download."""
         taken, size = 0, 0
         while data := source.read(CHUNK):
             if size + len(data) > taken:
@@ -100,6 +140,7 @@ class Cache:
         target.truncate(size)
         target.flush()
         os.fsync(target.fileno())
+        return size
 
     def _take(self, part: Path, size: int, written: int) -> int:
         """Grow the file to `size`, after others had to make room. Returns the size."""
@@ -130,7 +171,7 @@ class Cache:
         for _, num_bytes, path in sorted(files):
             if used + needed <= self.max_bytes:
                 return True
-            if path.endswith(TAR) and _remove_unused(path):
+            if path.endswith(TAR) and remove_unused(path):
                 used -= num_bytes
         return used + needed <= self.max_bytes
 
@@ -155,40 +196,11 @@ class Cache:
                             "give another --cache_dir, or a smaller --cache_size") from None
 
 
-def _file_name(url: str, identity: str) -> str:
-    """Different for different URLs, commands included; readable enough to know what it is."""
-    digest = hashlib.sha256(f"{url}\0{identity}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    stem = re.sub(r"(\.tar(\.\w+)?|\.tgz)$", "", shown(url).rpartition("/")[2])
-    return f"{digest}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[-60:]}{TAR}"
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _open_locked(path: str, how: int) -> int | None:
-    """A descriptor with a lock on the file that stands under `path`; None where there is none, or others hold it."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-        if os.fstat(file).st_ino == os.stat(path).st_ino:
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass  # it is in use, or being removed, at this moment
-    os.close(file)
-    return None
-
-
-def _remove_unused(path: str) -> bool:
-    """Remove a tar that nobody has open, and its index."""
-    file = _open_locked(path, fcntl.LOCK_EX)
-    if file is None:
-        return False
-    with suppress(FileNotFoundError):
-        index_path(path).unlink(missing_ok=True)
-        os.unlink(path)
-    os.close(file)
-    return True
+def _position(source: Any) -> int:
+    """How many bytes came in all, what follows the end of a compressed tar included; 0 from a command, which nobody
+    has promised anything of."""
+    while source.read(CHUNK):
+        pass
+    with suppress(OSError):
+        return source.tell()
+    return 0

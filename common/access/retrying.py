@@ -49,6 +49,10 @@ class RetryingStream(io.RawIOBase):
         """Fill a part of `buffer`; 0 at the end."""
         return self._until_done(lambda: self._read(memoryview(buffer).cast("B")))
 
+    def tell(self) -> int:
+        """How many bytes have come."""
+        return self.position
+
     def close(self) -> None:
         self._disconnect()
         super().close()

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.access import remote
 from common.access.cache import Cache
+from common.access.copies import UNKNOWN, Promised
 from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
 from common.tars.stream import compression
@@ -29,6 +30,7 @@ class Storage:
     allow_pipe: bool = False
     timeout_seconds: float = 600.0  # that ranks wait for each other: a stall must be told before
     skip_errors: bool = False  # samples that cannot be used are left out and counted, instead of ending the run
+    promised: Mapping[str, Promised] = field(default_factory=dict)  # of shards that go through the cache: by URL
 
     def open(self, path: str) -> Any:
         """The bytes of a shard from front to back, as they are stored: a buffered file. Raises UserError."""
@@ -50,7 +52,10 @@ class Storage:
         if not self.cache_dir:
             kind = "remote" if is_remote(path) else "compressed"
             raise UserError(f"a {kind} shard cannot be read by position; {shown(path)}; {BY_POSITION}")
-        return self._cache.acquire(path, lambda: self._open_at_source(path), identity)
+        promised = self.promised.get(path, UNKNOWN)
+        if self.skip_errors:  # fewer samples are no reason to fetch a shard anew each time it is opened
+            promised = promised._replace(samples=None)
+        return self._cache.acquire(path, lambda: self._open_at_source(path), identity, promised)
 
     @contextmanager
     def held(self, path: str) -> Iterator[tuple[str, int]]:

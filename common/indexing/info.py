@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.access.copies import UNKNOWN, Promised
 from common.errors import UserError
 from common.indexing.paths import SUFFIXES
 
@@ -28,13 +29,13 @@ MEND = "mend it, or remove it and it is made anew"
 
 @dataclass(frozen=True)
 class Info:
-    """What one folder says. None or empty: it does not say. `shards`: name of the tar -> samples, bytes."""
+    """What one folder says. None or empty: it does not say. `shards`: by the name of the tar."""
 
     path: str = ""
     num_samples: int | None = None
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
-    shards: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    shards: Mapping[str, Promised] = field(default_factory=dict)
 
 
 def read_info(folder: str) -> Info:
@@ -92,7 +93,7 @@ def _info(value: dict[str, Any], path: str) -> Info:
     shards = {}
     for entry in value.get("shards") or []:
         entry = {"name": entry} if isinstance(entry, str) else entry
-        shards[os.path.basename(entry["name"])] = _optional(entry, "samples"), _optional(entry, "bytes")
+        shards[os.path.basename(entry["name"])] = Promised(_optional(entry, "samples"), _optional(entry, "bytes"))
     return Info(path, _optional(value, "dataset size"), num_classes, tuple(map(str, classes)) if classes else None,
                 shards)
 
@@ -117,7 +118,7 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
             found[folder][name] = samples
     for folder, info in infos.items():
         for name, samples in found[folder].items():
-            promised = info.shards.get(name, (None, None))[0]
+            promised = info.shards.get(name, UNKNOWN).samples
             if promised is not None and promised != samples:
                 raise UserError(f"{info.path} promises {promised} samples, the tar holds {samples}; shard "
                                 f"{folder}/{name}; "
