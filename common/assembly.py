@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from common import checkpoint, dummy
 from common.access.storage import Storage
+from common.access.urls import shown
 from common.batch_dataset import BatchDataset
 from common.dataset import EpochPlan, ExactSource, Source, StreamSource
 from common.distributed import World
@@ -59,7 +60,8 @@ def check_apart(data: ShardIndex, val_data: ShardIndex | None) -> None:
     trained = {os.path.realpath(path) for path in data.paths}
     same = [path for path in (val_data.paths if val_data else ()) if os.path.realpath(path) in trained]
     if same:
-        raise SharedError(f"validation on training shards; --val_path, shard {same[0]}; name others than --shard_path")
+        raise SharedError(f"validation on training shards; --val_path, shard {shown(same[0])}; name others than "
+                          "--shard_path")
 
 
 def open_run(world: World, script: str, output: str | None, resume: str) -> tuple[RunFolder, Saved | None]:

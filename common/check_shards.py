@@ -27,10 +27,11 @@ from common.checking.shard_check import CheckJob, Problem, ShardReport, check_sh
 from common.errors import UserError
 from common.fields import Fields
 from common.files import write_atomic
+from common.indexing.folders import basename, folder_of, folders_of, promised_through_cache, read_any_info
 from common.indexing.info import INFO, Info, check_totals, write_info
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
-from common.shards import basename, folder_of, known_classes, promised_through_cache, read_any_info
+from common.shards import known_classes
 
 NUM_SHOWN = 20  # problems of one cause that are printed
 
@@ -71,9 +72,9 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
     paths = expand(patterns, storage)
     names = shard_names(paths)
     problems, infos = [], {}
-    for folder in dict.fromkeys(map(folder_of, paths)):
+    for folder, path in folders_of(paths).items():
         try:
-            infos[folder] = read_any_info(folder, storage)
+            infos[folder] = read_any_info(path, storage)
         except UserError as error:
             infos[folder] = Info()
             problems.append(Problem("wrong description", str(error), folder))

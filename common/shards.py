@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from common.access.copies import UNKNOWN, Promised
 from common.access.storage import Storage
 from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
 from common.fields import Fields
-from common.indexing.info import INFO, Info, check_totals, parse_info, read_info, write_info
+from common.indexing.folders import basename, folder_of, folders_of, promised_of, promised_through_cache, read_any_info
+from common.indexing.info import INFO, Info, check_totals, write_info
 from common.indexing.paths import expand, gaps, shard_names
 from common.indexing.scan import Scan, ScanJob, scan_shard
 from common.processes import available_cpus, run_jobs
@@ -60,7 +60,7 @@ class ShardIndex:
         storage.clean()
         paths = expand(patterns, storage)
         _warn_of_gaps(paths)
-        infos = {folder: read_any_info(folder, storage) for folder in dict.fromkeys(map(folder_of, paths))}
+        infos = {folder: read_any_info(path, storage) for folder, path in folders_of(paths).items()}
         storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
         sizes = _known_sizes(paths, infos)
         num_classes, classes = known_classes(infos)
@@ -111,38 +111,6 @@ def _bytes_digest(paths: Sequence[str], infos: dict[str, Info]) -> str | None:
         length = infos[folder_of(path)].shards.get(basename(path), (None, None))[1]
         lengths.append(length if is_remote(path) else os.path.getsize(path))
     return None if None in lengths else _digest(lengths)
-
-
-def folder_of(path: str) -> str:
-    """The folder of a shard, local or not; "" for what a command writes, which has none."""
-    if is_command(path):
-        return ""
-    return shown(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path) or "."
-
-
-def basename(path: str) -> str:
-    """The name of a shard without its folder."""
-    return shown(path).rpartition("/")[2]
-
-
-def read_any_info(folder: str, storage: Storage) -> Info:
-    """What a folder says about itself, wherever it is; an empty Info where it says nothing."""
-    if not is_remote(folder) or not folder:
-        return read_info(folder) if folder else Info()
-    url = f"{folder}/{INFO}"
-    text = storage.read_small(url)
-    return (parse_info(text, shown(url)) if text is not None else None) or Info()
-
-
-def promised_of(path: str, infos: dict[str, Info]) -> Promised:
-    """What info.json says of a shard."""
-    return infos[folder_of(path)].shards.get(basename(path), UNKNOWN)
-
-
-def promised_through_cache(paths: Sequence[str], infos: dict[str, Info], storage: Storage) -> dict[str, Promised]:
-    """What copies in the cache are held against, on every node: they may be older than what info.json describes."""
-    remote = [path for path in paths if is_remote(path)] if storage.cache_dir else []
-    return {path: promised_of(path, infos) for path in remote}
 
 
 def _promised_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:

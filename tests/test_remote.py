@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -33,12 +35,13 @@ from common.shards import ShardIndex
 from tests.helpers import ROOT, TINY, run, trace, write_shards
 from tests.tars import by_position, by_stream, files, write_tar
 
+LOGIN = base64.b64encode(b"us er:s3cret@/").decode()
 KEYS = [f"{number:02d}" for number in range(12)]
 
 
 class Server(ThreadingHTTPServer):
     """Serves a folder. A path may begin with a fault: /cut/…, /stall/…, /503/…, /norange/…, /page/…, /trickle/…,
-    /slow/…, /once/…"""
+    /slow/…, /once/…, /drip/…, /again/…, /wrong/…; or with /login/…, /token/…, and redirects: /moved/…, /away/…"""
 
     daemon_threads = True
 
@@ -69,36 +72,58 @@ class Handler(BaseHTTPRequestHandler):
             return
         if fault == "page":
             return self._send(200, b"<!DOCTYPE html><html>Please log in</html>" * 50)
+        if fault in ("moved", "away"):
+            self.send_response(302)
+            host = f"localhost:{self.server.server_port}" if fault == "away" else self.headers["Host"]
+            self.send_header("Location", f"http://{host}/login/{rest[0]}")
+            return self.end_headers()
+        if fault == "login" and self.headers.get("Authorization") != f"Basic {LOGIN}":
+            return self._send(401, b"who?")
+        if fault == "token" and not self.path.endswith("?token=s3cret"):
+            return self._send(403, b"no")
         if fault == "503" and attempt < 3:
             return self._send(503, b"busy")
         if not path.exists():
             return self._send(404, b"<html>no</html>")
         data = path.read_bytes()
-        if fault == "norange" or not start:
+        if fault in ("norange", "again", "wrong") or not start:
             start, status = 0, 200
         else:
             status = 206
+        if fault == "wrong" and attempt > 1:
+            return self._send(206, data, "extent")
         self._send(status, data[start:], fault, attempt)
 
     def _send(self, status: int, data: bytes, fault: str = "", attempt: int = 1) -> None:
         self.send_response(status)
+        if fault == "extent":
+            self.send_header("Content-Range", f"bytes 0-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data)))
+        if fault == "drip":
+            self.wfile.write(b"".join(self._headers_buffer))
+            return self._trickle(b"X-Drip: " + b"a" * 400)
         self.end_headers()
         if fault in ("cut", "norange") and attempt < 4:
             data = data[: attempt * 3000]
-        if fault == "break":
+        if fault in ("break", "wrong"):
             data = data[:700]
+        if fault == "again" and attempt == 1:
+            data = data[:9000]
         if fault == "halt" or fault == "once" and attempt == 1:
             self.wfile.write(data[:5000])
             self.server.over.wait(20)
-        elif fault == "trickle":
-            for byte in data[:400]:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.02)
+        elif fault == "trickle" or fault == "again" and attempt > 1:
+            self._trickle(data[:400])
         else:
             for place in range(0, len(data), 10_000):
                 self.wfile.write(data[place : place + 10_000])
                 time.sleep(0.05 if fault == "slow" else 0)
+
+
+    def _trickle(self, data: bytes) -> None:
+        for byte in data:
+            self.wfile.write(bytes([byte]))
+            time.sleep(0.02)
 
 
 @pytest.fixture
@@ -133,10 +158,12 @@ def test_what_passes_is_read_whole(server: Server, fault: str) -> None:
 
 
 def test_what_does_not_pass_is_told_in_time(server: Server) -> None:
-    """A stall, at once or half-way, a trickle, a missing file, a page: the URL is named, its secrets are not."""
+    """A stall, at once or half-way, a trickle, even of the header or of what is known, a missing file, another range
+    than asked for: the URL is named, its secrets are not."""
     started = time.monotonic()
     for fault, words in {"stall": "stalled", "halt": "stalled", "trickle": "bytes came in",
-                         "break": "ended after 3500 of"}.items():
+                         "break": "ended after 3500 of", "drip": "stalled", "again": "bytes came in",
+                         "wrong": r"the server sent bytes 0-\d+/\d+ when it was asked for bytes 700-"}.items():
         with pytest.raises(UserError, match=rf"{words}.*; {server.url}/{fault}/test-0000.tar;"):
             read(f"{server.url}/{fault}/test-0000.tar?token=secret", patience=1.0)
     assert time.monotonic() - started < 40
@@ -146,6 +173,34 @@ def test_what_does_not_pass_is_told_in_time(server: Server) -> None:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(UserError, match="Connection refused"):
             read(f"http://127.0.0.1:{free.getsockname()[1]}/x.tar", patience=0.5)
+
+
+def test_a_login_and_a_token(server: Server) -> None:
+    """Sent with the shard and its info.json, and on to the same host alone; never shown."""
+    secret = server.url.replace("//", "//us%20er:s3cret%40%2F@")
+    for url in (f"{secret}/login", f"{secret}/moved", f"{server.url}/token"):
+        pattern = f"{url}/test-{{0000..0002}}.tar" + "?token=s3cret" * url.endswith("token")
+        index = ShardIndex.open([pattern])
+        assert index.num_samples == len(by_stream(index)) == 12 and index.names[0] == "test-0000"
+    for url in (f"{server.url}/login", f"{secret}/away", secret.replace("s3cret", "guess") + "/login"):
+        with pytest.raises(UserError, match=rf"HTTP 401 Unauthorized; {url.replace(secret, server.url)}/info.json;" if
+                           "guess" not in url else "HTTP 401"):
+            ShardIndex.open([f"{url}/test-0000.tar"])
+    assert read(f"{server.url}/fine/test-0000.tar?a b=é") == (server.folder / "test-0000.tar").read_bytes()
+    assert server.asked[-1][0] == "/fine/test-0000.tar?a%20b=%C3%A9"
+
+
+@pytest.mark.parametrize(("url", "named"), [
+    ("http://[::1/x-{0000..0001}.tar?s3cret", "http://[::1/x-0000.tar"), ("http:///x.tar?s3cret", "http:///x.tar"),
+    ("http://u:s3cret/@h/x.tar", "http://…"), ("http://h:x/x.tar#s3cret", "http://h:x/x.tar"),
+    ("http://u:s3cret@h o/x.tar", "http://h o/"), ("http://u:s3cret@h/{0..x.tar", "http://h/{0..x.tar"),
+    ("s3://u:s3cret@bucket/x.tar", "s3://bucket/"),
+])
+def test_what_is_no_url(url: str, named: str) -> None:
+    """Told at once, in one line without what may be a secret."""
+    with pytest.raises(UserError) as caught:
+        ShardIndex.open([url])
+    assert f"; {named}" in str(caught.value) and not {"s3cret", "\n"} & set(re.findall("s3cret|\n", str(caught.value)))
 
 
 def test_a_page_is_not_a_tar(server: Server, tmp_path: Path) -> None:

@@ -8,21 +8,18 @@ A broken connection is taken up where it broke, with growing pauses; one that st
 from __future__ import annotations
 
 import io
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 from common.access.command import CommandStream
 from common.access.retrying import NETWORK_ERRORS, Missing, Opened, RetryingStream, reason_of
-from common.access.urls import is_command, shown
+from common.access.urls import is_command, parsed, shown
+from common.access.web import web_opener
 from common.errors import UserError
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 BUFFER = 1 << 18
-PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
 def open_url(url: str, patience_seconds: float) -> io.BufferedReader:
@@ -36,8 +33,8 @@ def open_url(url: str, patience_seconds: float) -> io.BufferedReader:
     if scheme not in SCHEMES:
         raise UserError(f"no way to read {scheme}://; {shown(url)}; --shard_path takes {', '.join(SCHEMES)}, or a "
                         "mounted folder")
-    open_at = _http(url, patience_seconds / 4) if scheme.startswith("http") else _fsspec(url, patience_seconds / 4)
-    return io.BufferedReader(RetryingStream(url, open_at, patience_seconds), BUFFER)
+    opener = web_opener if scheme.startswith("http") else _fsspec
+    return io.BufferedReader(RetryingStream(url, opener(url, patience_seconds / 4), patience_seconds), BUFFER)
 
 
 def read_small(url: str, patience_seconds: float, limit: int) -> bytes | None:
@@ -53,6 +50,7 @@ def listed(url: str) -> list[str]:
     """The URLs that a glob pattern or a folder in s3 or gs holds. Over http a name is a name."""
     scheme = url.partition("://")[0].lower()
     if scheme.startswith("http") or scheme not in SCHEMES:
+        parsed(url)
         if "*" in url or url.endswith("/"):
             raise UserError(f"{scheme} cannot be listed; {shown(url)}; name the shards with braces, such as "
                             "train-{0000..0019}.tar")
@@ -70,50 +68,6 @@ def listed(url: str) -> list[str]:
     return [f"{scheme}://{path}" for path in found]
 
 
-def _http(url: str, stall_seconds: float) -> Callable[[int], Opened]:
-    tags: set[str] = set()
-
-    def open_at(position: int) -> Opened:
-        headers = {"User-Agent": "shardwise", "Accept-Encoding": "identity"}
-        if position:
-            headers["Range"] = f"bytes={position}-"
-        try:
-            response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=stall_seconds)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code in PASSING:
-                raise OSError(f"HTTP {error.code} {error.reason}") from None
-            kind = Missing if error.code in (404, 410) else UserError
-            raise kind(f"HTTP {error.code} {error.reason}; {shown(url)}; check its name and your access to "
-                       "it") from None
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise UserError(f"{error.reason.verify_message}; {shown(url)}; check the server's "
-                                "certificate") from None
-            raise error.reason if isinstance(error.reason, OSError) else OSError(str(error.reason)) from None
-        except ValueError as error:
-            raise UserError(f"not a URL ({error}); {shown(url)}; correct --shard_path") from None
-        tags.update(filter(None, [response.headers.get("ETag")]))
-        if len(tags) > 1:
-            raise UserError(f"it changed while it was read; {shown(url)}; start again")
-        length = response.headers.get("Content-Length")
-        skipped = 0 if response.status == 206 else position
-        size = None if length is None or not length.isdecimal() else int(length) + (position - skipped)
-        _leave_out(response, skipped)
-        return Opened(response, size)
-
-    return open_at
-
-
-def _leave_out(response: Any, num_bytes: int) -> None:
-    """From a server that begins anew instead of where it was asked to."""
-    while num_bytes:
-        data = response.read(min(num_bytes, BUFFER))
-        if not data:
-            raise EOFError("the connection ended again")
-        num_bytes -= len(data)
-
-
 def _fsspec(url: str, stall_seconds: float) -> Callable[[int], Opened]:
     def open_at(position: int) -> Opened:
         system, path = _file_system(url, stall_seconds)
@@ -128,7 +82,7 @@ def _fsspec(url: str, stall_seconds: float) -> Callable[[int], Opened]:
             raise
         except Exception as error:  # each of the libraries below has a zoo of its own
             raise OSError(reason_of(error)) from None
-        return Opened(_Translated(file), file.size)
+        return Opened(_Translated(file), file.size, position)
 
     return open_at
 
@@ -152,7 +106,11 @@ class _Translated:
 
 
 def _file_system(url: str, stall_seconds: float) -> tuple[Any, str]:
-    scheme = url.partition("://")[0].lower()
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if "@" in rest.partition("/")[0]:
+        raise UserError(f"{scheme}:// takes no user and password; {shown(url)}; give them to {PACKAGES[scheme]}, in "
+                        "its files or the environment")
     try:
         import fsspec
 

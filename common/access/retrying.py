@@ -23,22 +23,24 @@ class Missing(UserError):
 
 
 class Opened(NamedTuple):
-    """A connection that gives the bytes from some position on. `size` is that of the whole, where it is known."""
+    """A connection that gives the bytes from `start` on. `size` is that of the whole, where it is known."""
 
     file: Any
     size: int | None
+    start: int
 
 
 class RetryingStream(io.RawIOBase):
-    """Reads on where a broken connection broke. `open_at(position)` makes a connection."""
+    """Reads on where a broken connection broke. `open_at(position)` makes a connection, which may begin before that."""
 
     def __init__(self, url: str, open_at: Callable[[int], Opened], patience_seconds: float):
         self.url, self.open_at, self.patience_seconds = url, open_at, patience_seconds
         self.position = 0
         self.size: int | None = None
         self._connection: Any = None
+        self._next, self._received = 0, 0  # byte of this connection; bytes of all connections
         self._num_failures, self._failed_at = 0, 0
-        self._mark_seconds, self._mark_position = time.monotonic(), 0
+        self._mark_seconds, self._mark_received = time.monotonic(), 0
         with suppress(StopIteration):
             self._until_done(self._connect)
 
@@ -69,28 +71,33 @@ class RetryingStream(io.RawIOBase):
 
     def _connect(self) -> int:
         if self._connection is None:
-            self._connection, self.size = self.open_at(self.position)
+            self._connection, self.size, self._next = self.open_at(self.position)
         return 0
 
     def _read(self, buffer: memoryview) -> int:
         self._connect()
-        read = getattr(self._connection, "read1", self._connection.read)  # at most one packet, where there is a choice
-        data = read(len(buffer))
+        while self._next < self.position:  # the server begins anew instead of where it was asked to
+            if not self._receive(min(self.position - self._next, len(buffer))):
+                raise EOFError("the connection ended again")
+        data = self._receive(len(buffer))
         if not data and self.size is not None and self.position < self.size:
             raise EOFError(f"the connection ended after {self.position} of {self.size} bytes")
-        self._watch(len(data))
+        self.position = self._next
         buffer[: len(data)] = data
         return len(data)
 
-    def _watch(self, num_bytes: int) -> None:
-        self.position += num_bytes
-        now = time.monotonic()
-        if num_bytes and now - self._mark_seconds > self.patience_seconds:
-            if self.position - self._mark_position < LEAST_BYTES:
-                raise UserError(f"only {self.position - self._mark_position} bytes came in {self.patience_seconds:g} "
-                                f"s; {shown(self.url)}; "
+    def _receive(self, size: int) -> bytes:
+        """The next bytes of the connection, at most one packet where there is a choice."""
+        data = (getattr(self._connection, "read1", None) or self._connection.read)(size)
+        self._next += len(data)
+        self._received += len(data)
+        now, received = time.monotonic(), self._received - self._mark_received
+        if data and now - self._mark_seconds > self.patience_seconds:
+            if received < LEAST_BYTES:
+                raise UserError(f"only {received} bytes came in {self.patience_seconds:g} s; {shown(self.url)}; "
                                 "check the server and the network")
-            self._mark_seconds, self._mark_position = now, self.position
+            self._mark_seconds, self._mark_received = now, self._received
+        return data
 
     def _fail(self, error: BaseException) -> None:
         """Wait before the next attempt, or give up."""

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from common.errors import UserError
 
 COMMAND = "pipe:"
 
@@ -31,5 +33,32 @@ def shown(path: str) -> str:
     """The name for messages, traces and folders: without user, password and query, which may hold secrets."""
     if not is_url(path):
         return path
-    parts = urlsplit(path)
+    parts = _split(path)
+    if parts is None:  # nobody can say which part of it is the password
+        return re.sub("://.*", "://…", path, flags=re.DOTALL) if "@" in path else re.split("[?#]", path)[0]
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def parsed(url: str) -> SplitResult:
+    """The parts of a URL of the web. Raises UserError where it has no host, or one that cannot be."""
+    parts = _split(url)
+    if parts is None or not parts.hostname:
+        raise UserError(f"not a URL, its host is malformed; {shown(url)}; correct --shard_path (in a password, "
+                        "/ is %2F, ? is %3F and # is %23)")
+    return parts
+
+
+def sibling(url: str, name: str) -> str:
+    """Another file of the same folder; on the web asked for as this one is, by the same user and with the same
+    query."""
+    parts = urlsplit(url)
+    path = f"{parts.path.rpartition('/')[0]}/{name}"
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query if parts.scheme.startswith("http") else "", ""))
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port != -1 else None  # reading the port is what checks it
+    except ValueError:
+        return None

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import braceexpand
 
@@ -72,7 +72,7 @@ def _expand_one(pattern: str, storage: Storage) -> list[str]:
     if os.path.exists(pattern):
         return [pattern]
     if pattern.startswith("file:"):
-        return _expand_one(unquote(urlsplit(pattern).path), storage)
+        return _expand_one(unquote(re.sub("^file:(//[^/]*)?", "", pattern)), storage)
     if is_command(pattern):
         storage.check_command(pattern)
         return _braces(pattern)
@@ -98,11 +98,11 @@ def _braces(pattern: str) -> list[str]:
         return [pattern]
     spans = [abs(int(last) - int(first)) + 1 for first, last in re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", pattern)]
     if math.prod(spans) > MAX_SHARDS:
-        raise UserError(f"more than {MAX_SHARDS} shards; {pattern}; correct the numbers in its braces")
+        raise UserError(f"more than {MAX_SHARDS} shards; {shown(pattern)}; correct the numbers in its braces")
     try:
         return list(islice(braceexpand.braceexpand(pattern, escape=False), MAX_SHARDS))
-    except ValueError as error:
-        raise UserError(f"not a pattern ({error}); {pattern}; --shard_path takes braces such as "
+    except ValueError:
+        raise UserError(f"not a pattern (unbalanced braces); {shown(pattern)}; --shard_path takes braces such as "
                         "{0000..0019}") from None
 
 
