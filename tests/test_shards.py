@@ -125,9 +125,14 @@ def test_compressed_tars(tmp_path: Path) -> None:
                                                    "JSON"), ('{"dataset size": -1}', "dataset size is -1"),
     ('{"num_classes": 0}', "num_classes is 0"), ('{"num_classes": '
                                                  '1e12}', "num_classes"), ('{"num_classes": true}', "num_classes"),
-    ('{"num_classes": "two"}', "not a description"), ('{"num_classes": [2]}', "not a description"),
+    ('{"num_classes": "two"}', "num_classes is two, no whole number from 1 to 10000000"),
+    ('{"num_classes": [2]}', r"num_classes is \[2\], no whole"),
+    ('{"num_classes": 1' + "0" * 400 + "}", "no whole number from"),
+    ('{"classes": {"a": 1, "b": 2}}', "classes must number its 2 names from 0 to 1, each once"),
+    ('{"classes": {"a": 0, "b": 0}}', "each once"), ('{"classes": {"a": "x"}}', "the number of class a is x, no whole"),
     ('{"num_classes": 2.5}', "num_classes is 2.5"), ('{"shards": 5}', "shards is no list"),
-    ('{"shards": [5]}', "not a description"), ('{"shards": [{"samples": 5}]}', "not a description"),
+    ('{"shards": [5]}', "an entry of shards has no name: 5"), ('{"shards": [{"name": 5}]}', "no name: {"),
+    ('{"shards": [{"samples": 5}]}', 'an entry of shards has no name: {"samples": 5}'),
     ('{"shards": [{"name": "t-0.tar", "samples": -5}]}', "samples is -5"),
     ('{"num_classes": 3, "classes": ["a"]}', "classes has 1 names"),
     ('{"dataset size": 1, "classes": 5}', "classes is no list"),
@@ -156,6 +161,10 @@ def test_info_of_other_shapes(tmp_path: Path) -> None:
     assert parse_info(b'{"shards": null, "num_classes": null, "dataset size": '
                       b'4}', "x").num_samples == 4  # type: ignore[union-attr]
     assert read_info(str(tmp_path / "nowhere")).path == ""
+    (tmp_path / "info.json").write_text('{"classes": ["x", "y"]}')
+    index = ShardIndex.open([str(tmp_path)])
+    assert (index.num_classes, index.classes, index.num_samples) == (2, ("x", "y"), 2)
+    assert parse_info(b'{"classes": 5}', "other.json", is_own=False) is None
 
 
 def test_classes_are_found_and_kept(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from common.indexing.paths import SUFFIXES
 
 INFO = "info.json"
 MAX_BYTES = 1 << 26  # of a description: a million shards; what is larger is something else, such as annotations
-MAX_CLASSES = 10_000_000
+MAX_CLASSES = 10_000_000  # what make_shards writes, too
+MAX_WHOLE = 1 << 62
 MEND = "mend it, or remove it and it is made anew"
 
 
@@ -69,19 +71,21 @@ def parse_info(text: bytes, path: str, is_own: bool = True) -> Info | None:
         if is_own:
             raise UserError(f"not readable as JSON ({str(error)[:100]}); {path}; {MEND}") from None
         return None
-    if not isinstance(value, dict) or not {"dataset size", "num_classes", "shards"} & set(value):
+    keys = {"dataset size", "num_classes", "shards", *(["classes"] if is_own else [])}
+    if not isinstance(value, dict) or not keys & set(value):
         return None
     try:
         return _info(value, path)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise UserError(f"not a description of shards ({str(error)[:100] or type(error).__name__}); {path}; "
-                        f"{MEND}") from None
+    except ValueError as error:
+        raise UserError(f"not a description of shards ({str(error)[:150]}); {path}; {MEND}") from None
 
 
 def _info(value: dict[str, Any], path: str) -> Info:
     classes = value.get("classes") or None
     if isinstance(classes, dict):  # name -> number, as torchvision's class_to_idx
-        numbers = {_whole(number, name): name for name, number in classes.items()}
+        numbers = {_whole(number, f"the number of class {name[:40]}"): name for name, number in classes.items()}
+        if set(numbers) != set(range(len(classes))):
+            raise ValueError(f"classes must number its {len(classes)} names from 0 to {len(classes) - 1}, each once")
         classes = [numbers[number] for number in range(len(classes))]
     if classes is not None and not isinstance(classes, list):
         raise ValueError("classes is no list")
@@ -93,19 +97,24 @@ def _info(value: dict[str, Any], path: str) -> Info:
     shards = {}
     for entry in value.get("shards") or []:
         entry = {"name": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"an entry of shards has no name: {json.dumps(entry)[:60]}")
         shards[os.path.basename(entry["name"])] = Promised(_optional(entry, "samples"), _optional(entry, "bytes"))
     return Info(path, _optional(value, "dataset size"), num_classes, tuple(map(str, classes)) if classes else None,
                 shards)
 
 
-def _optional(values: dict[str, Any], name: str, least: int = 0, most: int = 1 << 62) -> int | None:
+def _optional(values: dict[str, Any], name: str, least: int = 0, most: int = MAX_WHOLE) -> int | None:
     return None if values.get(name) is None else _whole(values[name], name, least, most)
 
 
-def _whole(value: Any, name: str, least: int = 0, most: int = 1 << 62) -> int:
-    number = int(value)
-    if isinstance(value, (bool, dict, list)) or number != float(value) or not least <= number <= most:
-        raise ValueError(f"{name} is {str(value)[:40]}")
+def _whole(value: Any, name: str, least: int = 0, most: int = MAX_WHOLE) -> int:
+    number = None
+    with suppress(TypeError, ValueError, OverflowError):
+        number = int(value) if int(value) == float(value) else None
+    if number is None or isinstance(value, bool) or not least <= number <= most:
+        span = f"from {least} on" if most == MAX_WHOLE else f"from {least} to {most}"
+        raise ValueError(f"{name} is {str(value)[:40]}, no whole number {span}")
     return number
 
 
