@@ -466,6 +466,8 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
         ("l.csv", "path,label\na b.jpg,0\nc:d.jpg,dog\n", ["lines 2 and 3", "`category`"]),
         ("l.csv", "path,label,category\na b.jpg,0,cat\nc:d.jpg,0,dog\n", ["label 0 is cat and dog", "line 3"]),
         ("l.csv", "path,label,category\na b.jpg,0,cat\nc:d.jpg,1,cat\n", ["cat has several labels"]),
+        ("l.csv", "path,label\na b.jpg,0\nc:d.jpg,10000000\n", ["label 10000000 is larger than 9999999", "line 3"]),
+        ("l.csv", "path,label,category\na b.jpg,9999999999,cat\n", ["label 9999999999 is larger", "line 2"]),
         ("l.jsonl", "no json\n", ["no usable image"]),
         ("l.jsonl", "", ["no images"]),
         ("l.txt", "a b.jpg 0", ["no images in that form", "l.txt"]),

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import UserError
+from common.indexing.info import MAX_CLASSES
 from common.writing.sources import READABLE, ImageSource, extension
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -42,6 +43,9 @@ def from_manifest(manifest: str) -> ImageSource:
     for line, row in rows:
         path = os.path.normpath(row["path"])
         label = row["label"] if isinstance(row["label"], int) else numbers.get(row["category"], -1)
+        if label >= MAX_CLASSES:  # a list of so many classes may not even fit into memory
+            raise UserError(f"label {str(label)[:40]} is larger than {MAX_CLASSES - 1}; {manifest}, line {line}; "
+                            "number the classes from 0 on, or give their names in `category` alone")
         if path in seen:
             source.rejected.append((path, f"listed twice: lines {seen[path]} and {line}"))
         elif label < 0:
