@@ -84,7 +84,7 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
         module.train()
     batches.close()
     confusion.add_ranks(world)
-    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion.counts}
+    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion}
 
 
 @torch.inference_mode()

@@ -151,7 +151,7 @@ def validate(run: Run) -> dict[str, Any] | None:
         records, progress = run.records, run.state.progress
         records.report.validation(progress.epoch, progress.global_step, result)
         classes = records.description["plan"]["classes"]
-        records.report.confusion(result["confusion"].numpy(), classes, progress.global_step)
+        records.report.confusion(result["confusion"], classes, progress.global_step)
     return result
 
 

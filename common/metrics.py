@@ -9,6 +9,7 @@ place adds them up in the order of the batches, whoever computed them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -109,28 +110,38 @@ def summarise(rows: Sequence[BatchSums]) -> dict[str, float | int]:
 
 
 class ConfusionMatrix:
-    """How often each class (row) was taken for each class (column): exact int64 counts, kept on the CPU."""
+    """How often each class was taken for each class: exact counts of the pairs that occur, however many classes."""
 
     def __init__(self, num_classes: int) -> None:
-        # (C, C + 1): the last column is for rows with a NaN, which are wrong without being another class.
         self.num_classes = num_classes
-        self.table = torch.zeros(num_classes, num_classes + 1, dtype=torch.int64)
+        self.pairs: Counter[tuple[int, int]] = Counter()  # of label and answer; num_classes stands for no answer
 
     def update(self, logits: Tensor, label: Tensor) -> None:
-        """Add a batch: logits (n, C), label (n,). The answer is the class that `accuracy` takes for top1."""
+        """Add a batch: logits (n, C), label (n,). The answer is the class that `accuracy` takes for top1.
+
+        A row with a NaN has no answer: it is wrong without being another class.
+        """
         answer = logits.argmax(dim=1).where(~logits.isnan().any(dim=1), self.num_classes)
-        cell = (label * (self.num_classes + 1) + answer).cpu()
-        self.table += torch.bincount(cell, minlength=self.table.numel()).view_as(self.table)
+        self.pairs.update(zip(*torch.stack([label, answer]).tolist(), strict=True))
 
     def add_ranks(self, world: Gathering) -> None:
         """Add up what all ranks have; every rank must call it, once."""
-        self.table = torch.stack(world.gather(self.table)).sum(dim=0)
+        gathered, self.pairs = world.gather(self.pairs), Counter()
+        for pairs in gathered:
+            self.pairs.update(pairs)
 
     @property
     def counts(self) -> Tensor:
-        """int64, (C, C): rows are labels, columns answers."""
-        return self.table[:, :-1]
+        """int64, (C, C): rows are labels, columns answers. Made when asked for: 100 000 classes are 80 GB."""
+        table = torch.zeros(self.num_classes, self.num_classes + 1, dtype=torch.int64)
+        label, answer = torch.tensor([*self.pairs], dtype=torch.int64).view(-1, 2).T
+        table[label, answer] = torch.tensor([*self.pairs.values()], dtype=torch.int64)
+        return table[:, :-1]
 
-    @property
-    def num_samples(self) -> int:
-        return int(self.table.sum())
+    def by_class(self) -> Tensor:
+        """int64, (2, C): how many samples of each class were recognised, and how many there are."""
+        right, total = [0] * self.num_classes, [0] * self.num_classes
+        for (label, answer), count in self.pairs.items():
+            total[label] += count
+            right[label] += count * (label == answer)
+        return torch.tensor([right, total])

@@ -17,10 +17,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TextIO
 
-import numpy as np
 import torch
 
 from common.errors import UserError
+from common.metrics import ConfusionMatrix
 from common.reporting.metrics_file import MetricsFile
 from common.reporting.period import Period, memory
 from common.reporting.screen import Screen
@@ -155,9 +155,9 @@ class Report:
         self._board.figure(tag, figure, step)
 
     @main_only
-    def confusion(self, matrix: np.ndarray, classes: Sequence[str] | None, step: int) -> None:
-        """Show a validation's counts, int (true, predicted), and the accuracy of each class in TensorBoard."""
-        self._board.confusion(matrix, classes or [str(label) for label in range(len(matrix))], step)
+    def confusion(self, confusion: ConfusionMatrix, classes: Sequence[str] | None, step: int) -> None:
+        """Show a validation's counts and the accuracy of each class in TensorBoard."""
+        self._board.confusion(confusion, classes or [str(label) for label in range(confusion.num_classes)], step)
 
     @main_only
     def flush(self) -> None:

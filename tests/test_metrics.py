@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def test_counts_by_label_and_answer() -> None:
     for rows in (slice(0, 4), slice(4, 6), slice(6, 6)):
         matrix.update(torch.nn.functional.one_hot(answers[rows], 3).float(), label[rows])
     assert matrix.counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 1]]
-    assert matrix.counts.dtype == torch.int64 and matrix.num_samples == 6
+    assert matrix.counts.dtype == torch.int64 and matrix.by_class().tolist() == [[2, 1, 1], [3, 2, 1]]
 
 
 def test_the_diagonal_is_top1() -> None:
@@ -194,17 +195,28 @@ def test_the_diagonal_is_top1() -> None:
     matrix = ConfusionMatrix(5)
     matrix.update(logits, label)
     assert [int(matrix.counts.trace())] == accuracy(logits, label, (1,))
-    assert matrix.num_samples == 200 and int(matrix.counts.sum()) == 180
+    assert matrix.pairs.total() == 200 and int(matrix.counts.sum()) == 180
 
 
 def test_nan_is_no_answer() -> None:
     matrix = ConfusionMatrix(3)
     matrix.update(torch.tensor([[1.0, 0, 0], [NAN, 0, 0]]), torch.tensor([0, 0]))
-    assert matrix.counts.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0]] and matrix.num_samples == 2
+    assert matrix.counts.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert matrix.by_class().tolist() == [[1, 0, 0], [2, 0, 0]]
 
 
 def test_ranks_add_up_exactly() -> None:
     matrix = ConfusionMatrix(2)
-    tables = [torch.full((2, 3), 2**60), torch.ones(2, 3, dtype=torch.int64)]
-    matrix.add_ranks(Ranks(tables))
-    assert matrix.table.tolist() == [[2**60 + 1] * 3] * 2
+    matrix.add_ranks(Ranks([Counter({(0, 1): 2**60, (1, 1): 1}), Counter({(0, 1): 1, (1, 0): 2})]))
+    assert matrix.counts.tolist() == [[0, 2**60 + 1], [2, 1]]
+
+
+def test_classes_that_do_not_occur_cost_nothing() -> None:
+    """A table of 500 000 classes would be 2 TB."""
+    matrix, label = ConfusionMatrix(500_000), torch.tensor([7, 499_999])
+    logits = torch.zeros(2, 500_000)
+    logits[:, 7] = 1
+    for _ in range(3):
+        matrix.update(logits, label)
+    matrix.add_ranks(Ranks([matrix.pairs] * 2))
+    assert matrix.pairs == {(7, 7): 6, (499_999, 7): 6} and matrix.by_class()[:, 7].tolist() == [6, 6]

@@ -95,7 +95,7 @@ def test_metric(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, cap
 
     def evaluated(*arguments: Any) -> dict[str, Any] | None:
         result = evaluate(*arguments)
-        return result and result | {"balanced": balanced(result["confusion"])}
+        return result and result | {"balanced": balanced(result["confusion"].counts)}
 
     monkeypatch.setattr(loop, "evaluate", evaluated)
     row = rows(train() / "metrics.jsonl")[-1]

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.metrics import ConfusionMatrix
 from common.report import Report, ReportSettings
 from common.reporting.metrics_file import MetricsFile
 from common.reporting.tensorboard import PATTERN, accuracy_table, class_accuracy, image_grid
@@ -37,6 +38,13 @@ VAL = {"loss": 1.5, "top1": 25.0, "top5": 75.0, "samples": 8, "more": object()}
 class Meter:
     value: float
     mean: float = 0.0
+
+
+def confused(matrix: np.ndarray) -> ConfusionMatrix:
+    """What a validation has counted, from (true, predicted)."""
+    confusion = ConfusionMatrix(len(matrix))
+    confusion.pairs.update({pair: int(count) for pair, count in np.ndenumerate(matrix) if count})
+    return confusion
 
 
 class Bench:
@@ -205,7 +213,7 @@ def test_other_ranks_are_silent_and_touch_no_file(tmp_path: Path) -> None:
         report.note("hello")
         report.config({"lr": 1})
         report.images(Images(2), None)
-        report.confusion(np.eye(2, dtype=int), None, 1)
+        report.confusion(confused(np.eye(2)), None, 1)
         report.figure("x", object(), 1)
     assert bench.text.getvalue() == bench.terminal.getvalue() == "" and not (tmp_path / "never made").exists()
 
@@ -433,11 +441,11 @@ def test_a_validation_done_again_is_written_once(tmp_path: Path) -> None:
     for step in range(1, 5):
         bench.step(step)
     bench.report.validation(0, 4, VAL)
-    bench.report.confusion(np.eye(3, dtype=int), None, 4)
+    bench.report.confusion(confused(np.eye(3)), None, 4)
     bench.report.close()
     again = Bench(tmp_path, steps_per_epoch=4, attempt=1, start=Progress(1, 0, 4, 0))
     again.report.validation(0, 4, {**VAL, "top1": 26.0})
-    again.report.confusion(np.eye(3, dtype=int), None, 4)
+    again.report.confusion(confused(np.eye(3)), None, 4)
     again.step(5, epoch=1)
     again.report.close()
     assert [(row["step"], row["top1"], row["attempt"]) for row in again.rows("val")] == [(4, 26.0, 1)]
@@ -559,14 +567,16 @@ def test_image_grid_places_images_and_captions() -> None:
 
 def test_confusion_names_classes_and_their_accuracy(tmp_path: Path) -> None:
     matrix = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 0]])
-    assert class_accuracy(matrix)[[0, 2]].tolist() == [75.0, 0.0] and np.isnan(class_accuracy(matrix)[1])
-    table = accuracy_table(matrix, ["cat", "nan", "dog"])
+    right, total = confused(matrix).by_class().numpy()
+    accuracy = class_accuracy(right, total)
+    assert accuracy[[0, 2]].tolist() == [75.0, 0.0] and np.isnan(accuracy[1])
+    table = accuracy_table(right, total, ["cat", "nan", "dog"])
     assert table.splitlines()[2:] == ["| dog | 0.00 | 2 |", "| cat | 75.00 | 4 |", "| nan | – | 0 |"]
     bench = Bench(tmp_path)
-    bench.report.confusion(matrix, ["cat", "nan", "dog"], 7)
+    bench.report.confusion(confused(matrix), ["cat", "nan", "dog"], 7)
     odd = [*(str(number) for number in range(37)), "$x^$", "猫", "a\udcff"]  # no formula, no glyph, no letter
-    bench.report.confusion(np.ones((40, 40), dtype=int), odd, 8)
-    bench.report.confusion(np.ones((1001, 1001), dtype=int), None, 9)  # a table only
+    bench.report.confusion(confused(np.ones((40, 40))), odd, 8)
+    bench.report.confusion(ConfusionMatrix(200_000), None, 9)  # a table only
     bench.report.close()
     events = read_events(tmp_path)
     assert [image.step for image in events.Images("val/confusion")] == [7, 8]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common.files import writing
+from common.metrics import ConfusionMatrix
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,11 +74,12 @@ class TensorBoard:
         pixels = np.asarray(canvas.buffer_rgba())[..., :3]
         self._write(lambda writer: writer.add_image(tag, pixels, step, dataformats="HWC"), step, tag)
 
-    def confusion(self, matrix: np.ndarray, classes: Sequence[str], step: int) -> None:
-        """Counts by class, int (true, predicted), as a figure and as a table of the accuracy of each class."""
+    def confusion(self, confusion: ConfusionMatrix, classes: Sequence[str], step: int) -> None:
+        """Counts by class as a figure, where it can be seen, and as a table of the accuracy of each class."""
+        right, total = confusion.by_class().numpy()
         if len(classes) <= MAX_DRAWN:
-            self.figure("val/confusion", confusion_figure(matrix, classes), step)
-        tag, table = "val/accuracy by class", accuracy_table(matrix, classes)
+            self.figure("val/confusion", confusion_figure(confusion.counts.numpy(), right, total, classes), step)
+        tag, table = "val/accuracy by class", accuracy_table(right, total, classes)
         self._write(lambda writer: writer.add_text(tag, table, step), step, tag + "/text_summary")
 
     def close(self) -> None:
@@ -157,25 +159,25 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def class_accuracy(matrix: np.ndarray) -> np.ndarray:
+def class_accuracy(right: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Percent of each class's samples that were recognised, float (classes,); NaN where there are none."""
-    totals = matrix.sum(axis=1)
-    return np.where(totals > 0, 100 * matrix.diagonal() / np.maximum(totals, 1), np.nan)
+    return np.where(total > 0, 100 * right / np.maximum(total, 1), np.nan)
 
 
-def accuracy_table(matrix: np.ndarray, classes: Sequence[str]) -> str:
+def accuracy_table(right: np.ndarray, total: np.ndarray, classes: Sequence[str]) -> str:
     """Markdown, the worst class first; a hundred rows at most."""
-    accuracy, totals = class_accuracy(matrix), matrix.sum(axis=1)
+    accuracy = class_accuracy(right, total)
     order = np.argsort(accuracy, kind="stable")[:100]  # NaN comes last
-    rows = [f"| {printable(classes[i])} | {f'{accuracy[i]:.2f}' if totals[i] else '–'} | {totals[i]} |" for i in order]
+    rows = [f"| {printable(classes[i])} | {f'{accuracy[i]:.2f}' if total[i] else '–'} | {total[i]} |" for i in order]
     return "\n".join(["| class | top-1, % | samples |", "|---|---|---|", *rows])
 
 
-def confusion_figure(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
-    """A confusion matrix in percent of each true class; names and counts as long as they are readable."""
+def confusion_figure(matrix: np.ndarray, right: np.ndarray, total: np.ndarray, classes: Sequence[str]) -> Figure:
+    """A confusion matrix, int (true, predicted), in percent of each true class; names and counts as long as they are
+    readable."""
     from matplotlib.figure import Figure
 
-    share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    share = 100 * matrix / np.maximum(total[:, None], 1)
     num_classes = len(classes)
     side = min(4 + 0.3 * num_classes, 10)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
@@ -185,7 +187,7 @@ def confusion_figure(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     axes.set(xlabel="predicted", ylabel="true")
     if num_classes <= MAX_NAMED:
         names = [printable(name)[:20] for name in classes]
-        labels = [f"{name}  {percent:.1f} %" for name, percent in zip(names, class_accuracy(matrix), strict=True)]
+        labels = [f"{name}  {percent:.1f} %" for name, percent in zip(names, class_accuracy(right, total), strict=True)]
         axes.set_xticks(range(num_classes), names, rotation=90, parse_math=False)
         axes.set_yticks(range(num_classes), labels, parse_math=False)
     if num_classes <= MAX_COUNTED:  # each text takes 2 ms
