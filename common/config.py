@@ -54,7 +54,7 @@ class TrainConfig:
         64, "samples per step of one process: of one rank in DDP, of all replicas together in DP", "-b")
     num_workers: int = _data(2, "loader processes per rank; 0 reads in the main process", "-w")
     on_error: str = _data("stop", "a sample that cannot be used: stop, or skip and count it", choices=("stop", "skip"))
-    max_errors: int = _data(100, "skipped samples, over all ranks, after which the run stops")
+    max_errors: int = _data(100, "different samples skipped, over all ranks, after which the run stops")
     cache_dir: str | None = _data(
         None, "folder for plain copies of remote or compressed shards: exact sampling and validation need them (none)")
     cache_size: float | None = _data(

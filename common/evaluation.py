@@ -84,7 +84,10 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
         module.train()
     batches.close()
     confusion.add_ranks(world)
-    return summarise(gather_batch_sums(world, rows)) | {"confusion": confusion}
+    sums = gather_batch_sums(world, rows)
+    if sums and not any(row.samples for row in sums):
+        raise errors.refusal("not one sample of --val_path could be used", "val")
+    return summarise(sums) | {"confusion": confusion}
 
 
 @torch.inference_mode()

@@ -198,6 +198,8 @@ def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
     if num_samples:
         run.state.loss.update(loss / num_samples, num_samples)
         run.state.top1.update(100 * correct / num_samples, num_samples)
+    elif not run.state.loss.weight and (step.last or not step.epoch and step.global_step + 1 == run.num_steps):
+        raise run.records.errors.refusal(f"not one sample of epoch {step.epoch} could be used", "train")
     run.records.report.train(epoch=step.epoch, step=step.global_step + 1, loss=run.state.loss, top1=run.state.top1,
                      lr=run.stepper.recipe.lr_at(step), num_images=num_samples, wait_seconds=wait_seconds)
     return stop

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import train_single
 from common.collate import Batch, SkippedSample
+from common.config import TrainConfig
 from common.distributed import World
-from common.running.error_log import ErrorLog, summary
+from common.errors import UserError
+from common.running.error_log import ErrorLog
 from common.sampling import Step
 from tests.helpers import TINY, jpeg, rows, run, trace, write_shards
 from tests.tars import write_tar
@@ -88,10 +94,72 @@ def test_nothing_but_corrupt_images(tmp_path: Path) -> None:
                   "--n_epochs", 50, "--on_error", "skip",
                   "--max_errors", 20, "--output", tmp_path / "run").check(1)
     lines = stopped.err.strip().splitlines()
-    assert lines[-1].startswith("error: more than --max_errors 20 samples could not be used, 24 samples: ")
+    assert re.match(r"error: more than --max_errors 20 samples could not be used, 2[1-4] samples: ", lines[-1])
     assert "truncated" in lines[-1] and "not an image" in lines[-1]
     assert 1 <= sum(line.startswith("skipped: ") for line in stopped.out.splitlines()) <= 2
-    assert len(rows(tmp_path / "run" / "errors.jsonl")) == 24
+    listed = rows(tmp_path / "run" / "errors.jsonl")
+    assert len({row["count"] for row in listed}) == int(lines[-1].partition("used, ")[2].partition(" ")[0])
+
+
+def corrupt(folder: Path, bad: Callable[[int], bool], size: int = 8) -> Path:
+    """A shard of `size` samples, some of which are no images."""
+    write_tar(folder / "t.tar", [(f"{i}.{name}", data) for i in range(size) for name, data in (
+        ("jpg", b"<html>" if bad(i) else jpeg(i % 2, i)), ("cls", b"%d" % (i % 2)))])
+    return folder
+
+
+def train(*flags: object) -> None:
+    """A run of one epoch, in this process."""
+    config = TrainConfig.from_command_line("", list(map(str, (*TINY, "-b", 4, "-w", 0, "--n_epochs", 1, *flags))))
+    train_single.train(config, World(0, 1, 0, torch.device("cpu")), [torch.device("cpu")])
+
+
+@pytest.mark.parametrize("flags", [("--sampling", "exact"), ("--sampling", "split"), ("--sampling", "resampled"),
+                                   ("--max_steps", 1)])
+def test_an_epoch_without_a_usable_sample_is_no_epoch(tmp_path: Path, flags: tuple[object, ...]) -> None:
+    folder = corrupt(tmp_path / "s", lambda i: True)
+    with pytest.raises(UserError, match=r"not one sample of epoch 0 could be used, \d samples: \d not an image \(such "
+                                        r"as not an image.*shard t, key .*errors.jsonl; python -m common.check_shards"):
+        train("-s", folder, "--on_error", "skip", *flags, "--output", tmp_path / "run")
+    assert not (tmp_path / "run" / "last.pt").exists()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_nothing_usable_is_told_once_on_two_ranks(tmp_path: Path) -> None:
+    result = run("train_ddp.py", "-s", corrupt(tmp_path / "s", lambda i: True, 9), *TINY, "-b", 2, "-w", 1,
+                 "--sampling", "exact", "--on_error", "skip", "--output", tmp_path / "run", ranks=2).check(1)
+    line, = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: not one sample of epoch 0 could be used, 9 samples: 9 not an image (such as ")
+
+
+def test_a_validation_set_without_a_usable_sample(tmp_path: Path) -> None:
+    """Its own causes are told, not what training has skipped."""
+    with pytest.raises(UserError, match=r"not one sample of --val_path could be used, 5 samples: 5 not an image"):
+        train("-s", corrupt(tmp_path / "s", lambda i: i == 3), "--val_path", corrupt(tmp_path / "v", lambda i: True, 5),
+              "--on_error", "skip", "--output", tmp_path / "run")
+
+
+def test_a_bad_sample_counts_once_whoever_reads_it(tmp_path: Path) -> None:
+    """Each rank's new ones are shared at a check: in the next epoch another rank may read them."""
+    class Ranks(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {("train", "s", 9): "corrupt"} if isinstance(value, dict) else value]
+
+    log = ErrorLog(tmp_path / "errors.jsonl", Ranks(0, 2, 0, torch.device("cpu")), max_errors=3)
+    for epoch in range(3):
+        assert log.add(skipping(epoch, 5, 6)) == (2 if epoch == 0 else 0)
+        log.check(3 if epoch == 0 else 0)
+        assert log.add(skipping(epoch, 9)) == 0
+    assert log.skipped() == "3 samples: 3 corrupt" and len(rows(tmp_path / "errors.jsonl")) == 9
+    assert log.add(skipping(3, 5), kind="val") == 1
+    with pytest.raises(UserError, match="more than --max_errors 3 samples could not be used, 4 samples: 4 corrupt"):
+        log.check(1)
+
+
+def skipping(epoch: int, *counts: int) -> Batch:
+    bad = [SkippedSample("corrupt", "corrupt: x", "s", count, "k") for count in counts]
+    return Batch(torch.empty(0), torch.empty(0), Step(epoch, 0, 0, 0, 4), [], [], [], [], skipped=bad)
 
 
 def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +170,14 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     bad = [SkippedSample("corrupt", "corrupt: x", "s", 5, "a\nb\udc80"),
            SkippedSample("no label", "no label: y", "s", 6, "c")] * 50
     batch = Batch(torch.empty(0), torch.empty(0), Step(3, 7, 9, 0, 4), [], [], [], [], skipped=bad)
-    assert log.add(batch) == 100
+    assert log.add(batch) == 2
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2 and r"key a b\udc80; rank 1, 1 of this cause so far" in told[0]
     now[0] += 31
     log.add(batch)
     assert len(capsys.readouterr().out.splitlines()) == 2
     listed = rows(tmp_path / "errors.jsonl")
-    assert len(listed) == 200 and summary(log.counts) == "200 samples: 100 corrupt, 100 no label"
+    assert len(listed) == 200
     assert listed[0] == {"attempt": 2, "kind": "train", "epoch": 3, "step": 7, "rank": 1, "cause": "corrupt",
                          "detail": "corrupt: x",
                          "shard": "s", "count": 5, "key": "a\nb\udc80"}

@@ -21,42 +21,60 @@ from common.launching.failure import SharedError
 SECONDS_BETWEEN_LINES = 30.0  # of one cause
 
 
+Sample = tuple[str, str, int]  # train or val, shard, place in it
+
+
 class ErrorLog:
-    """One per rank. Every rank appends to the same file, a line in one write; without a `path` nothing is listed."""
+    """One per rank. Every rank appends to the same file, a line in one write; without a `path` nothing is listed.
+
+    A sample counts once, however many epochs read it and on whichever ranks; it is listed each time.
+    """
 
     def __init__(self, path: Path | None, world: World, max_errors: int, attempt: int = 0):
         self.path, self.world, self.max_errors, self.attempt = path, world, max_errors, attempt
-        self.counts: Counter[str] = Counter()  # this rank's, by cause
+        self.causes: dict[Sample, str] = {}  # of what could not be used on any rank, up to the last check
         self.latest = ""
-        self._num_errors = 0  # of all ranks
+        self._new: dict[Sample, str] = {}  # this rank's, since then
         self._told_seconds: dict[str, float] = {}
 
     def add(self, batch: Batch, kind: str = "train") -> int:
-        """Count and list what this batch had to leave out; returns how many samples that are."""
+        """List what this batch had to leave out; returns how many samples of it are new, for `check`."""
         for bad in batch.skipped:
-            self.counts[bad.cause] += 1
+            if (kind, bad.shard, bad.count) not in self.causes:
+                self._new[kind, bad.shard, bad.count] = bad.cause
             self.latest = f"{bad.detail}; shard {bad.shard}, key {bad.key}"
             if self.path is not None:
                 self._append(self.path, batch, bad, kind)
             now = time.monotonic()
             if now - self._told_seconds.get(bad.cause, -SECONDS_BETWEEN_LINES) >= SECONDS_BETWEEN_LINES:
                 self._told_seconds[bad.cause] = now
-                tqdm.write(_printable(f"skipped: {self.latest}; rank {self.world.rank}, {self.counts[bad.cause]} of "
+                num_alike = Counter((self.causes | self._new).values())[bad.cause]
+                tqdm.write(_printable(f"skipped: {self.latest}; rank {self.world.rank}, {num_alike} of "
                                       f"this cause so far{f', all in {self.path}' if self.path else ''}"))
-        return len(batch.skipped)
+        return len(self._new)
 
-    def check(self, num_bad: int) -> None:
-        """Raise on all ranks when `num_bad` more samples, over all of them, are too many. Every rank calls it."""
-        self._num_errors += num_bad
-        if self._num_errors > self.max_errors:
-            latest = next(filter(None, self.world.gather(self.latest)), "")
-            raise SharedError(f"more than --max_errors {self.max_errors} samples could not be used, {self.skipped()} "
-                              f"(such as {latest}){f'; {self.path}' if self.path else ''}; python -m "
-                              "common.check_shards finds them all: mend the shards, or raise --max_errors")
+    def check(self, num_new: int) -> None:
+        """Learn what is new on the other ranks, `num_new` on all together, and raise on all of them when there are too
+        many samples. Every rank calls it."""
+        if not num_new:
+            return
+        for new in self.world.gather(self._new):
+            self.causes |= new
+        self._new = {}
+        if len(self.causes) > self.max_errors:
+            raise self.refusal(f"more than --max_errors {self.max_errors} samples could not be used",
+                               advice="mend the shards, or raise --max_errors")
 
-    def skipped(self) -> str:
-        """`7 samples: 4 broken json, 3 no label`, over all ranks; nothing where all were used. Every rank calls it."""
-        counts = sum(self.world.gather(self.counts), Counter())
+    def refusal(self, what: str, kind: str | None = None, advice: str = "mend the shards") -> SharedError:
+        """What to raise where too little can be used, with the causes and an example. Every rank calls it."""
+        latest = next(filter(None, self.world.gather(self.latest)), "")
+        return SharedError(f"{what}, {self.skipped(kind)} (such as {latest}){f'; {self.path}' if self.path else ''}; "
+                           f"python -m common.check_shards finds them all: {advice}")
+
+    def skipped(self, kind: str | None = None) -> str:
+        """`7 samples: 4 broken json, 3 no label`, over all ranks, of `kind` alone or of all; nothing where all were
+        used."""
+        counts = Counter(cause for sample, cause in self.causes.items() if kind in (None, sample[0]))
         return summary(counts) if counts else ""
 
     def _append(self, path: Path, batch: Batch, bad: SkippedSample, kind: str) -> None:
