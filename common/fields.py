@@ -102,14 +102,7 @@ class Fields:
 
     def label(self, sample: RawSample) -> int:
         """The label, an int in [0, num_classes). Raises SampleError for one that is missing, broken or out of range."""
-        name = self.label_name(sample.fields)
-        if len(sample.fields[name]) > MAX_TEXT:
-            raise SampleError("bad label", f"the field {name} has {len(sample.fields[name])} bytes")
-        text = bytes(sample.fields[name])
-        if not text.strip(b"\0 \t\r\n"):
-            raise SampleError("no label", f"the field {name} is empty")
-        value = self._from_json(text) if name.rpartition(".")[2] == "json" else text.decode("utf-8", "replace").strip()
-        return self._number(value)
+        return self._number(self._value(sample.fields, self.label_name(sample.fields)))
 
     def category(self, sample: RawSample) -> str | None:
         """The name of the class, where the sample carries one."""
@@ -120,7 +113,15 @@ class Fields:
             return None
         return str(meta["category"])[:MAX_NAME] if isinstance(meta, dict) and meta.get("category") is not None else None
 
-    def _from_json(self, text: bytes) -> Any:
+    def _value(self, fields: Mapping[str, Data], name: str) -> Any:
+        """What the field `name` says of the label; where it is a json of other things, what a cls beside it says."""
+        if len(fields[name]) > MAX_TEXT:
+            raise SampleError("bad label", f"the field {name} has {len(fields[name])} bytes")
+        text = bytes(fields[name])
+        if not text.strip(b"\0 \t\r\n"):
+            raise SampleError("no label", f"the field {name} is empty")
+        if name.rpartition(".")[2] != "json":
+            return text.decode("utf-8", "replace").strip()
         try:
             meta = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -129,6 +130,8 @@ class Fields:
             return meta
         if "label" in meta:
             return meta["label"]
+        if self.label_field is None and "cls" in fields:
+            return self._value(fields, "cls")
         if "category" in meta:
             return meta["category"]
         raise SampleError("no label", f"the json has no `label`, only {_listed(meta)}")

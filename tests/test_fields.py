@@ -28,6 +28,15 @@ def test_labels_in_cls(text: bytes, label: int) -> None:
     assert Fields(label_field="label.txt", classes=("cat", "dog")).label(sample(label_txt=text)) == label
 
 
+def test_labels_in_cls_beside_a_json_of_other_things() -> None:
+    for text, label in ((b'{"width": 3}', 1), (b'{"category": "indoors"}', 1), (b'{"label": 0}', 0)):
+        assert Fields(num_classes=2).label(sample(json=text, cls=b"1")) == label
+    with pytest.raises(SampleError, match="bad label: None is no whole number"):
+        Fields(num_classes=2).label(sample(json=b'{"label": null}', cls=b"1"))
+    with pytest.raises(SampleError, match="the json has no `label`, only width"):
+        Fields(label_field="json", num_classes=2).label(sample(json=b'{"width": 3}', cls=b"1"))
+
+
 @pytest.mark.parametrize(("text", "cause"), [
     (b"{", "broken json"), (b"\xff\xfe\x00", "broken json"), (b"[" * 100_000, "broken json"),
     (b"9" * 6000, "broken json"), (b"", "no label"), (b" \n", "no label"), (b"\0\0", "no label"), (b"{}", "no label"),
