@@ -13,7 +13,9 @@ import subprocess
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from common.errors import UserError
 from common.make_shards import Options, main, make_shards
 from common.tars.index import BLOCK, read_index
 from common.tars.samples import is_side_file, split_name
+from common.writing.manifest import from_manifest
 from common.writing.shard_plan import choose_val, make_keys
 from common.writing.writer import header
 from tests.helpers import command, descendants, end, jpeg, run, start
@@ -433,6 +437,25 @@ def test_label_and_category_together(tmp_path: Path) -> None:
     assert [meta["label"] for *_, meta in samples(tmp_path / "out")] == [1, 0, 1]
 
 
+@pytest.mark.parametrize(("labels", "classes", "numbers"), [
+    (("0.0", "10.0", "2."), None, [0, 10, 2]), (("0", "10", "2"), None, [0, 10, 2]),
+    (("1_1", "11", "2"), ["11", "1_1", "2"], [1, 0, 2]), (("01", "001", "1"), ["001", "01", "1"], [1, 0, 2]),
+    (("+1", "1", "١"), ["+1", "1", "١"], [0, 1, 2]), (("dog", "007", "cat"), ["007", "cat", "dog"], [2, 0, 1])])
+def test_which_labels_are_numbers(tmp_path: Path, labels: Sequence[str], classes: Any, numbers: list[int]) -> None:
+    """As people and pandas write them; where one is not, all are names: two texts never become one class."""
+    text = "path,label\n" + "".join(f"{name}.jpg,{label}\n" for name, label in zip("abc", labels, strict=True))
+    source = from_manifest(str(write_manifest(tmp_path, "list.csv", text)))
+    assert (source.classes, source.labels) == (classes, numbers)
+
+
+def test_names_in_both_columns_agree(tmp_path: Path) -> None:
+    text = "path,label,category\na.jpg,n02,tench\nb.jpg,n02,\nc.jpg,n01,shark\n"
+    source = from_manifest(str(write_manifest(tmp_path, "list.csv", text)))
+    assert (source.classes, source.labels) == (["shark", "tench"], [1, 1, 0])
+    with pytest.raises(UserError, match="category tench has several labels"):
+        from_manifest(str(write_manifest(tmp_path, "list.csv", text.replace("shark", "tench"))))
+
+
 def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
     text = "path,label\na b.jpg,0\na b.jpg,0\n./c:d.jpg,1\nc:d.jpg,0\nünï.JPG,\nsub/i.jpg,-1\nnope.jpg,1\n,1\n"
     text += "list.csv,1\nsub,1\n"
@@ -468,6 +491,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
         ("l.csv", "path,label,category\na b.jpg,0,cat\nc:d.jpg,1,cat\n", ["cat has several labels"]),
         ("l.csv", "path,label\na b.jpg,0\nc:d.jpg,10000000\n", ["label 10000000 is larger than 9999999", "line 3"]),
         ("l.csv", "path,label,category\na b.jpg,9999999999,cat\n", ["label 9999999999 is larger", "line 2"]),
+        ("l.jsonl", '{"path": "a b.jpg", "label": 1e300}\n', ["is larger than 9999999", "line 1"]),
         ("l.jsonl", "no json\n", ["no usable image"]),
         ("l.jsonl", "", ["no images"]),
         ("l.txt", "a b.jpg 0", ["no images in that form", "l.txt"]),

@@ -5,7 +5,8 @@
     photos/b.jpg,dog
 
 Paths are relative to the manifest. `label` holds numbers from 0 on, `category` names; one of them will do,
-and where both are given they must agree. Names alone are numbered in sorted order.
+and where both are given they must agree. Names alone are numbered in sorted order; where some labels are written as
+001 or 1_1, all are names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +24,8 @@ from common.indexing.info import MAX_CLASSES
 from common.writing.sources import READABLE, ImageSource, extension
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
+NUMBER = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")  # one text for each number, but for the zeros that pandas adds
+DIGITS = re.compile(r"[+-]?\d[\d_]*(\.0*)?")  # any other text that stands for a number
 
 Row = tuple[int, dict[str, Any]]  # number of the line, values by column
 
@@ -95,24 +99,25 @@ def _with_path(rows: list[Row], source: ImageSource) -> Iterator[Row]:
 def _class_names(manifest: str, rows: list[Row]) -> dict[int, str]:
     """Names by number. Names alone, in either column, are numbered here, and `label` is moved to `category`."""
     advice = "give numbers in `label` and names in `category`"
+    texts = [(line, row["label"]) for line, row in rows if isinstance(row["label"], str)]
     numbered = next((line for line, row in rows if isinstance(row["label"], int)), None)
-    named = next((line for line, row in rows if isinstance(row["label"], str)), None)
+    named = next((line for line, text in texts if not DIGITS.fullmatch(text)), None)
     if numbered and named:
         raise UserError(f"`label` holds numbers and names; {manifest}, lines {numbered} and {named}; {advice}")
-    names: dict[int, str] = {}
-    if not numbered:
-        for _, row in rows:
-            row["category"] = row["label"] = row["category"] or row["label"]
-        return dict(enumerate(sorted({row["category"] for _, row in rows} - {None})))
+    names: dict[Any, str] = {}
     for line, row in rows:
         label, name = row["label"], row["category"]
-        if isinstance(label, int) and name is not None and names.setdefault(label, name) != name:
+        if label is not None and name is not None and names.setdefault(label, name) != name:
             raise UserError(f"label {label} is {names[label]} and {name}; {manifest}, line {line}; "
                             f"{advice}, one name for each number")
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise UserError(f"category {twice[0]} has several labels; {manifest}; {advice}, one number for each name")
-    return names
+    if numbered and not texts:
+        return names
+    for _, row in rows:
+        row["category"] = row["label"] = row["category"] or names.get(row["label"]) or _text(row["label"])
+    return dict(enumerate(sorted({row["category"] for _, row in rows} - {None})))
 
 
 def _text(value: Any) -> str | None:
@@ -124,7 +129,5 @@ def _label(value: Any) -> int | str | None:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     text = _text(value)
-    try:
-        return int(text) if text is not None else None
-    except ValueError:
-        return text
+    number = NUMBER.fullmatch(text or "")
+    return int(number[1]) if number else text
