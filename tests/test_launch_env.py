@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import UserError
+from common.launching.failure import RankError
 from common.launching.launch_env import JOB_PORTS, Launch, first_host, is_first, tasks_without_srun
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
@@ -92,14 +93,25 @@ def test_half_set_environment_names_what_is_missing(env: dict[str, str], missing
 
 @pytest.mark.parametrize("change", [{"RANK": "4"}, {"RANK": "-1"}, {"LOCAL_RANK": "-1"}])
 def test_impossible_place(change: dict[str, str]):
-    with pytest.raises(UserError, match="impossible place"):
+    with pytest.raises(RankError, match="impossible place") as caught:
         Launch.from_env(TORCHRUN | change)
+    assert not caught.value.told  # the other ranks may be in their places
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_not_a_number(name: str):
+@pytest.mark.parametrize("env, name", [
+    *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")),
+    *((SLURM, name) for name in ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")),
+    (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE")])
+def test_not_a_number(env: dict[str, str], name: str):
     with pytest.raises(UserError, match=f"not a number: 'x'; {name}"):
-        Launch.from_env(TORCHRUN | {name: "x"})
+        Launch.from_env(env | {name: "x"})
+
+
+@pytest.mark.parametrize("name, value", [
+    *(("MASTER_PORT", value) for value in ("0", "-1", "65536", "99999", "70000000000")), ("LOCAL_WORLD_SIZE", "0")])
+def test_out_of_range(name: str, value: str):
+    with pytest.raises(UserError, match=f"out of range: {value}; {name}; give a number from 1 to"):
+        Launch.from_env(TORCHRUN | {name: value})
 
 
 @pytest.mark.parametrize("env, each", [
@@ -122,6 +134,7 @@ def test_set_env_leaves_torchruns_names():
 
 def test_who_speaks_before_the_ranks_have_met():
     assert is_first({}) and is_first(TORCHRUN | {"RANK": "0"}) and not is_first(TORCHRUN)
+    assert is_first(TORCHRUN | {"LOCAL_RANK": "x"}, on_node=True) and is_first(TORCHRUN | {"RANK": ""})
     assert not is_first(SLURM) and is_first(SLURM | {"SLURM_PROCID": "0"})
     assert is_first(SLURM | {"SLURM_LOCALID": "0"}, on_node=True) and not is_first(SLURM, on_node=True)
 

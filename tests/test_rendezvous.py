@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -99,8 +100,31 @@ def test_port_in_use():
 
 def test_rank_0_is_not_there():
     port = free_port()
-    with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 within --timeout 1 s .*127.0.0.1:{port}"):
-        meet(launch(1, 2, port), 1)
+    outcomes = [all_meet([launch(rank, 3, port)], 1)[0] for rank in (1, 2)]
+    (line,) = told(outcomes)  # of local rank 1: local rank 0 is who is missing
+    assert line.startswith("rank 1 of 3 did not reach rank 0 within --timeout 1 s") and f"127.0.0.1:{port}" in line
+
+
+@pytest.fixture()
+def mute() -> Iterator[int]:
+    """The port of a server that takes connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_something_else_answers_in_place_of_rank_0(mute: int):
+    with pytest.raises(RankError, match=f"something else than rank 0 answers rank 1 of 2 .*127.0.0.1:{mute} from"):
+        meet(launch(1, 2, mute), 0.5)
+
+
+def test_something_else_answers_in_place_of_torchrun(monkeypatch: pytest.MonkeyPatch, mute: int):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setattr(rendezvous, "AGENT_SECONDS", 0.5)
+    (line,) = told(all_meet([launch(rank, 2, mute) for rank in range(2)], 1e4))
+    assert line.startswith("something else than torchrun answers rank 0 of 2") and str(mute) in line
 
 
 @pytest.mark.parametrize("names, message", [
@@ -114,7 +138,7 @@ def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch, names: dic
         return names[name]
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr("socket.gethostbyname", look_up)
+    monkeypatch.setattr("common.launching.rendezvous._look_up", look_up)
     monkeypatch.setattr("common.launching.rendezvous._host", lambda: "node2")
     with pytest.raises(UserError, match=message):
         meet(launch(1, 2, 1, "node1", local_size=1), 1)
@@ -123,3 +147,9 @@ def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch, names: dic
 def test_one_node_may_be_loopback():
     port = free_port()
     assert not told(all_meet([launch(rank, 2, port, "localhost") for rank in range(2)], 20))
+
+
+@pytest.mark.parametrize("address", ["no.such.host", "a..b"])
+def test_a_name_that_does_not_resolve_is_told_at_once_on_one_node_too(address: str):
+    with pytest.raises(UserError, match=f"address of rank 0 is not known .*; MASTER_ADDR {address}; give"):
+        meet(launch(0, 1, free_port(), address), 1e4)

@@ -224,7 +224,7 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path) -> None:
 
 def test_ddp_alone_is_a_world_of_one_and_ranks_fail_as_one(shards: Path, tmp_path: Path) -> None:
     alone = run("train_ddp.py", "-s", shards, *TINY, "-b", 5, "-w", 0, "--n_epochs", 1,
-                "--output", tmp_path / "alone").check()
+                "--output", tmp_path / "alone", LOCAL_WORLD_SIZE="two").check()  # of somebody else's
     assert "no launcher: a world of one" in alone.out
     failed = run("train_ddp.py", "-s", tmp_path / "nothing", *TINY, ranks=2)
     assert failed.code == 1

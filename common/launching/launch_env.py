@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from common.errors import UserError
+from common.launching.failure import RankError
 
 Env = Mapping[str, str]
 
@@ -25,6 +26,7 @@ VARIABLES = {
 SIGNS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "Open MPI": ("OMPI_COMM_WORLD_RANK",),
          "MPICH": ("MPI_LOCALRANKID",), "Slurm": ("SLURM_STEP_ID",)}  # any of them: this launcher started us
 DEFAULT_PORT = 29500
+PORTS = range(1, 1 << 16)
 JOB_PORTS = range(15000, 30000)  # below the ports that the kernel hands out by itself
 
 
@@ -51,11 +53,11 @@ class Launch:
         _demand(env, launcher, (*needed, "MASTER_ADDR", "MASTER_PORT") if launcher == "torchrun" else needed)
         rank, size, local_rank = (_number(env, name) for name in needed)
         if not 0 <= rank < size or local_rank < 0:
-            raise UserError(f"impossible place: rank {rank} of {size}, local rank {local_rank}; {', '.join(needed)}; "
+            raise RankError(f"impossible place: rank {rank} of {size}, local rank {local_rank}; {', '.join(needed)}; "
                             "start with torchrun or srun")
         local_size = _local_size(env, launcher, size)
         address = env.get("MASTER_ADDR") or _first_host(env, launcher, size, local_size)
-        port = _number(env, "MASTER_PORT") if env.get("MASTER_PORT") else _port(env, launcher)
+        port = _number(env, "MASTER_PORT", PORTS) if env.get("MASTER_PORT") else _port(env, launcher)
         return cls(rank, size, local_rank, address, port, launcher, _one_device_each(env, local_size), local_size)
 
     @property
@@ -73,10 +75,10 @@ class Launch:
 def is_first(env: Env, on_node: bool = False) -> bool:
     """Whether this process should speak for all, or all on its node, where no rank is known yet: first, or alone.
 
-    One that knows only a part of its place does: nobody else may be there.
+    One that knows only a part of its place does: a line too many rather than none.
     """
-    names = VARIABLES.get(_launcher(env), ())[:3]
-    return not all(map(env.get, names)) or not names or env[names[2 if on_node else 0]] == "0"
+    place = [env.get(name, "") for name in VARIABLES.get(_launcher(env), ())[:3]]
+    return not place or not all(map(str.isdecimal, place)) or int(place[2 if on_node else 0]) == 0
 
 
 def tasks_without_srun(env: Env) -> int:
@@ -99,19 +101,24 @@ def _demand(env: Env, launcher: str, names: tuple[str, ...]) -> None:
                         "start with torchrun or srun, or unset them all for a world of one")
 
 
-def _number(env: Env, name: str) -> int:
+def _number(env: Env, name: str, among: range | None = None) -> int:
     try:
-        return int(env[name])
+        number = int(env[name])
     except ValueError:
         raise UserError(f"not a number: {env[name]!r}; {name}; start with torchrun or srun, which set it") from None
+    if among is not None and number not in among:
+        raise UserError(f"out of range: {number}; {name}; give a number from {among[0]} to {among[-1]}")
+    return number
 
 
 def _local_size(env: Env, launcher: str, size: int) -> int:
     """Ranks on this node; where the launcher does not tell, all of them are."""
-    text = env.get(VARIABLES[launcher][3], "")
+    name = VARIABLES[launcher][3]
+    if not env.get(name):
+        return size
     if launcher == "Slurm":
-        return _tasks_of_node(text, int(env.get("SLURM_NODEID") or 0)) if text else size
-    return int(text) if text.isdecimal() and int(text) > 0 else size
+        return _tasks_of_node(env[name], _number(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else 0)
+    return _number(env, name, range(1, 1 << 31))
 
 
 def _tasks_of_node(text: str, node: int) -> int:
@@ -146,8 +153,8 @@ def _port(env: Env, launcher: str) -> int:
     """The port where nobody names one: every rank comes to the same, and another job or step to another."""
     if launcher != "Slurm":
         return DEFAULT_PORT
-    number = 7 * int(env.get("SLURM_JOB_ID") or 0) + int(env.get("SLURM_STEP_ID") or 0)
-    return JOB_PORTS[number % len(JOB_PORTS)]
+    job, step = (_number(env, name) if env.get(name) else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return JOB_PORTS[(7 * job + step) % len(JOB_PORTS)]
 
 
 def _one_device_each(env: Env, local_size: int) -> bool:

@@ -15,10 +15,15 @@ that serves --rdzv_endpoint must live on.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+import threading
 import time
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
+from itertools import islice
 
 import torch.distributed as dist
 
@@ -101,23 +106,48 @@ def _open_store(launch: Launch, timeout_seconds: float) -> dist.Store:
     alone = _from_agent() and os.environ.get("GROUP_WORLD_SIZE") == "1"
     seconds = min(timeout_seconds, AGENT_SECONDS) if alone else timeout_seconds
     try:
-        return dist.TCPStore(launch.master_addr, launch.master_port, is_master=launch.rank == 0 and not _from_agent(),
-                             timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        return _connect(launch, seconds)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        if alone:
+        if alone and not _answers(launch):
             raise _left(error, launch) from None
-        raise _refused(error, launch, timeout_seconds) from None
+        raise _refused(error, launch, seconds) from None
 
 
-def _refused(error: Exception, launch: Launch, timeout_seconds: float) -> UserError:
-    """What kept this rank from the store."""
+def _connect(launch: Launch, seconds: float) -> dist.Store:
+    """On a thread of its own: torch keeps no time limit once somebody has taken the connection who then says nothing.
+
+    The thread is left behind then, as this process soon ends.
+    """
+    opened: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(dist.TCPStore(
+                launch.master_addr, launch.master_port, is_master=launch.rank == 0 and not _from_agent(),
+                timeout=timedelta(seconds=seconds), wait_for_workers=False))
+        except BaseException as error:  # raised again where it is waited for
+            opened.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    with suppress(TimeoutError):
+        return opened.result(seconds)
+    raise RuntimeError("no answer")
+
+
+def _refused(error: Exception, launch: Launch, seconds: float) -> UserError:
+    """What kept this rank from the store. A rank of each node tells it: on the node of rank 0, the one after it."""
     if launch.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         return UserError(f"the port is in use; {_place(launch)} on {_host()}; give another with --master_port or "
                          "MASTER_PORT (torchrun --standalone finds a free one)")
-    reason = str(error).splitlines()[0][:120]
-    return UserError(f"rank {launch.rank} of {launch.size} did not reach rank 0 within --timeout {timeout_seconds:g} s "
+    reason, server = str(error).splitlines()[0][:120], "torchrun" if _from_agent() else "rank 0"
+    told = launch.local_rank > (launch.local_rank == launch.rank and server == "rank 0")
+    if _answers(launch):
+        return RankError(f"something else than {server} answers rank {launch.rank} of {launch.size} ({reason}); "
+                         f"{_place(launch)} from {_host()}; end it, or give all ranks another port with --master_port "
+                         "or MASTER_PORT", told)
+    return RankError(f"rank {launch.rank} of {launch.size} did not reach {server} within --timeout {seconds:g} s "
                      f"({reason}); {_place(launch)} from {_host()}; "
-                     "check that rank 0 was started and that the address is its node's")
+                     f"check that {server} was started and that the address is its node's", told)
 
 
 def _left(error: Exception, launch: Launch) -> RankError:
@@ -134,7 +164,8 @@ def _await(store: dist.Store, launch: Launch, rank: int, deadline: float, timeou
         if welcome:
             welcome()
         if time.monotonic() >= deadline:
-            missing = [str(other) for other in range(launch.size) if not store.check([f"came/{other}"])]
+            absent = (str(other) for other in range(launch.size) if not store.check([f"came/{other}"]))
+            missing = list(islice(absent, 9))
             shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
             raise UserError(f"ranks did not come within --timeout {timeout_seconds:g} s: {shown} of {launch.size}; "
                             f"{_place(launch)}; check that every node was started and reaches that address")
@@ -148,37 +179,41 @@ def _await(store: dist.Store, launch: Launch, rank: int, deadline: float, timeou
 
 def _check_addresses(launch: Launch) -> None:
     """A loopback address leads nowhere from another node, and gloo listens where its own host name points."""
-    if launch.num_nodes == 1:
-        return
     try:
-        master = socket.gethostbyname(launch.master_addr)
-    except OSError as error:
-        raise UserError(f"the address of rank 0 is not known on {_host()} ({error.strerror}); "
+        master = _look_up(launch.master_addr)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"the address of rank 0 is not known on {_host()} ({getattr(error, 'strerror', error)}); "
                         f"MASTER_ADDR {launch.master_addr}; give a name or number that every node knows") from None
-    if master.startswith("127.") and _agent_is_here(launch):
-        return  # several of torchrun's nodes on one machine
-    if master.startswith("127.") and launch.master_addr != _host():
+    if launch.num_nodes == 1 or (_is_loopback(master) and _from_agent() and _answers(launch)):
+        return  # or several of torchrun's nodes, which was there before its ranks, on one machine
+    if _is_loopback(master) and launch.master_addr != _host():
         raise UserError(f"the address of rank 0 is {_host()} itself ({master}), for {launch.num_nodes} nodes; "
                         f"MASTER_ADDR {launch.master_addr}; give the name of rank 0's node, as the other nodes know it")
-    if _own_address().startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    if _is_loopback(_own_address()) and not os.environ.get("GLOO_SOCKET_IFNAME"):
         raise UserError(f"{_host()} knows itself by a loopback address ({_own_address()}), which no other node can "
                         "reach; /etc/hosts; mend it, or set GLOO_SOCKET_IFNAME to the network's interface "
                         "(ip -br addr lists them)")
 
 
-def _agent_is_here(launch: Launch) -> bool:
-    """Whether torchrun, which was there before its ranks, serves the store at an address of this machine."""
-    if not _from_agent():
-        return False
-    try:
+def _answers(launch: Launch) -> bool:
+    """Whether anything takes connections where the store should be."""
+    with suppress(OSError):
         socket.create_connection((launch.master_addr, launch.master_port), timeout=3).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
+
+
+def _look_up(name: str) -> str:
+    """The first address of a host, IPv4 or IPv6."""
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _own_address() -> str:
     try:
-        return socket.gethostbyname(_host())
+        return _look_up(_host())
     except OSError:
         return ""  # gloo then looks for an address of its own

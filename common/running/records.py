@@ -92,7 +92,7 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
 
 
 def _introduce(report: Report, world: World, folder: RunFolder, plan: Plan, state: State) -> None:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.size > 1 else 1  # process_group sets it
     for line in plan.lines(local_ranks):
         report.note(line)
     report.note(f"run: {folder.path}, device {world.device}, {available_cpus()} cores")
