@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -20,8 +21,14 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.metrics import AverageMeter
+from common.sampling import Progress
 
-NEEDED = ("model", "optimizer", "scaler", "progress", "epoch_done", "meters", "best_top1", "rng", "config", "plan")
+NEEDED = {  # by a run to go on, and what each of them is
+    "model": dict, "optimizer": dict, "scaler": dict, "progress": dict, "epoch_done": bool, "meters": dict,
+    "best_top1": float, "rng": torch.Tensor, "config": dict, "plan": dict,
+}
+PLACE, METER = {field.name for field in dataclasses.fields(Progress)}, set(AverageMeter().state_dict())
 TEMPORARY = ".saving"
 
 
@@ -74,26 +81,56 @@ def clean(folder: Path) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. What is no tensor or plain container in the file is refused, not run."""
+    if os.path.isdir(path):
+        raise UserError(f"a folder and not a checkpoint; {path}; go on with the run in it with --output {path} "
+                        "--resume auto, or name the file in it")
     try:
-        if zipfile.is_zipfile(path):  # else of an old format, or not for us: torch tells
-            _check_sums(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read(path)
     except FileNotFoundError:
         raise UserError(f"no such checkpoint; {path}; --resume takes none, auto or a file") from None
+    except OSError as error:
+        raise UserError(f"the checkpoint cannot be read ({error.strerror or error}); {path}; "
+                        "mend that, or take another one") from None
     except pickle.UnpicklingError:
         raise UserError("the file is damaged or holds more than tensors and plain containers, and is not loaded; "
                         f"{path}; use a checkpoint of these scripts, or save a state_dict") from None
-    except Exception as error:  # whatever the readers of zip, pickle and tensors make of bytes that are not theirs
-        reason = (str(error).splitlines() or [""])[0].partition(". This is an internal")[0] or type(error).__name__
-        raise UserError(f"the checkpoint is damaged ({reason}); {path}; take another one") from None
+    except ValueError as error:
+        raise UserError(f"the checkpoint is damaged ({error}); {path}; take another one") from None
     if not isinstance(state, dict):
         raise UserError(f"not a checkpoint but a {type(state).__name__}; {path}; use a file that these scripts wrote")
     return state
 
 
+def read(path: Path) -> Any:
+    """What torch.save has left in a file, on the CPU. Nothing of it is executed.
+
+    Raises OSError where the file cannot be read, ValueError with the reason where it is damaged, UnpicklingError where
+    it may hold code.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(1)
+    if not begin:
+        raise ValueError("it is empty")
+    if begin not in (b"P", b"\x80"):
+        raise ValueError("it is no file of torch.save")
+    if begin == b"P" and not zipfile.is_zipfile(path):
+        raise ValueError("it is cut short")
+    try:
+        if begin == b"P":  # else of the old format
+            _check_sums(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # whatever the readers of zip, pickle and tensors make of bytes that are not theirs
+        reason = (str(error).splitlines() or [""])[0].partition(". This is an internal")[0] or type(error).__name__
+        raise ValueError(reason) from None
+
+
 def _check_sums(path: Path) -> None:
     """torch writes checksums and does not look at them. A second per GB."""
     with zipfile.ZipFile(path) as file:
+        if not any(info.CRC for info in file.infolist()):
+            return  # saved without: torch.serialization.set_crc32_options(False)
         name = file.testzip()
     if name is not None:
         raise ValueError(f"the checksum of {name} is wrong")
@@ -106,7 +143,34 @@ def load_for_resume(path: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"a run cannot go on from this file, it has no {', '.join(missing)}; {path}; "
                         "start from weights alone with --weights FILE")
+    if fault := _fault(state):
+        raise UserError(f"a run cannot go on from this file, {fault}; {path}; "
+                        "take another one, or start from its weights alone with --weights FILE")
     return state
+
+
+def _fault(state: dict[str, Any]) -> str:
+    """What no run has left in a checkpoint that has all its fields; "" where nothing is wrong."""
+    for name, kind in NEEDED.items():
+        if not isinstance(state[name], kind):
+            return f"its {name} is a {type(state[name]).__name__} and not a {kind.__name__}"
+    progress, plan, meters = state["progress"], state["plan"], state["meters"]
+    if set(progress) != PLACE or not all(type(value) is int and value >= 0 for value in progress.values()):
+        return f"its progress is {str(progress)[:120]}"
+    for name in ("config", "plan"):
+        for key, value in state[name].items():
+            if isinstance(value, torch.Tensor):  # compared with what is no tensor
+                return f"the {key} of its {name} is a Tensor"
+    for name in ("seed", "epoch_samples"):
+        if type(plan.get(name)) is not int:
+            return f"the {name} of its plan is {str(plan.get(name))[:120]}"
+    if progress["position"] > plan["epoch_samples"]:
+        return f"its progress is at position {progress['position']} of an epoch of {plan['epoch_samples']} samples"
+    for name in ("loss", "top1"):
+        meter = meters.get(name)
+        if not isinstance(meter, dict) or not all(isinstance(meter.get(key), float) for key in METER):
+            return f"the {name} of its meters is {str(meter)[:120]}"
+    return ""
 
 
 def newest(folder: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]] | None:

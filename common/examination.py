@@ -7,7 +7,6 @@ It asks for no training shards, and makes or changes no folder of a run.
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,13 @@ def trained_weights(world: World, validation: Validation, resume: str, output: s
             if newest is None:
                 raise UserError(f"no checkpoint; --output {output}; name the folder of a run, or a file with --resume")
             return str(newest[0]), newest[1].get("plan")
-        file = weights if resume == "none" else resume
-        return file, checkpoint.load(Path(file)).get("plan") if os.path.exists(file) else None
+        if resume != "none":
+            return resume, checkpoint.load(Path(resume)).get("plan")
+        file = Path(weights).expanduser()
+        return weights, checkpoint.load(file).get("plan") if file.is_file() else None
 
     file, plan = world.on_main(find)
-    if isinstance(plan, dict) and "num_classes" in plan:
+    if isinstance(plan, dict) and isinstance(plan.get("num_classes"), int):
         validation = validation.matched(plan["num_classes"], plan.get("classes"))
     return file, validation
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import pickle
 import re
 import tempfile
 import urllib.request
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from common import checkpoint
 from common.checkpoint import bare_name
 from common.errors import UserError
 
@@ -115,24 +117,30 @@ def _fit(module: nn.Module, own: dict[str, Tensor], state: dict[str, Tensor], fi
         faults += [f"{key} is unknown" for key in unexpected]
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise UserError(f"the weights do not fit the model: {', '.join(faults[:3])}{more}; --weights {file}; "
+        raise UserError(f"the weights do not fit the model: {', '.join(faults[:3])}{more}; {file}; "
                         "give the --arch and --image_size that they were made with")
 
 
 def _read(file: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state_dict in `file` under today's names. Nothing but tensors and plain containers is loaded."""
-    if not file.is_file():
-        raise UserError(f"no such file; --weights {file}; give a file of weights, DEFAULT or none")
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # a foreign file: whatever the reader stumbles over, it means the same to the user
+        held = checkpoint.read(file)
+    except (FileNotFoundError, IsADirectoryError):
+        kind = "a folder and not a file" if os.path.isdir(file) else "no such file"
+        raise UserError(f"{kind}; --weights {file}; give a file of weights, DEFAULT or none") from None
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror or error}); --weights {file}; mend that") from None
+    except pickle.UnpicklingError:
         raise UserError("damaged, or more than plain tensors in it, which could run code when loaded; "
                         f"--weights {file}; save it again as torch.save(model.state_dict(), FILE)") from None
+    except ValueError as error:
+        raise UserError(f"the file is damaged ({error}); --weights {file}; take another copy, or save it again "
+                        "as torch.save(model.state_dict(), FILE)") from None
     for key in ("model", "state_dict"):
         if isinstance(held, dict) and isinstance(held.get(key), dict):
             held = held[key]
     if not (isinstance(held, dict) and held and all(isinstance(value, Tensor) for value in held.values())):
-        raise UserError(f"holds no state_dict; --weights {file}; save one as torch.save(model.state_dict(), FILE)")
+        raise UserError(f"holds no state_dict; {file}; save one as torch.save(model.state_dict(), FILE)")
     state: Any = OrderedDict((_bare(key), value) for key, value in held.items())
     # The versions of the layers, by which torch reads older layouts; they travel beside the tensors.
     versions = getattr(held, "_metadata", getattr(own, "_metadata", {}))

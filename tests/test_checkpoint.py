@@ -23,7 +23,11 @@ from common.running.state import State
 from common.shards import ShardIndex
 from tests.helpers import ROOT, write_shards
 
-STATE = {name: {} for name in checkpoint.NEEDED}
+METER = {"value": 1.0, "total": 2.0, "weight": 2.0}
+PLACE = {"epoch": 0, "step": 9, "global_step": 9, "position": 90}
+STATE = {"model": {}, "optimizer": {}, "scaler": {}, "epoch_done": False, "best_top1": -1.0, "progress": PLACE,
+         "rng": torch.get_rng_state(), "meters": {"loss": METER, "top1": METER}, "config": {},
+         "plan": {"seed": 1, "epoch_samples": 90}}
 
 
 def state(value: float) -> dict:
@@ -118,8 +122,50 @@ def test_files_that_are_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         checkpoint.load(path)
     with pytest.raises(UserError, match="no such checkpoint"):
         checkpoint.load(tmp_path / "nothing.pt")
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match=f"a folder and not a checkpoint; .*with --output {tmp_path} --resume auto"):
         checkpoint.load(tmp_path)
+    for text, reason in (("", "it is empty"), ("epoch 1\n", "it is no file of torch.save")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"damaged .{reason}.; .*model.pt"):
+            checkpoint.load(path)
+
+
+def test_a_file_that_cannot_be_read_is_told_with_the_systems_words(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(UserError, match="the checkpoint cannot be read .Permission denied.; .*last.pt; mend that"):
+        checkpoint.load(tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("plan", {}, "the seed of its plan is None"), ("plan", {"seed": "x"}, "the seed of its plan is x"),
+    ("plan", {"seed": 1}, "the epoch_samples of its plan is None"), ("plan", None, "its plan is a NoneType and no"),
+    ("plan", {"seed": torch.zeros(2)}, "the seed of its plan is a Tensor"), ("config", None, "its config is a None"),
+    ("rng", [], "its rng is a list"),
+    ("meters", {}, "loss of its meters is None"), ("meters", {"loss": METER, "top1": {"value": 1}}, "top1 of its"),
+    ("best_top1", "x", "its best_top1 is a str and not a float"), ("epoch_done", 1, "its epoch_done is a int"),
+    ("progress", [], "its progress is a list"), ("progress", PLACE | {"more": 1}, "its progress is .*'more': 1"),
+    ("progress", PLACE | {"position": -1}, "its progress is .*'position': -1"),
+    ("progress", PLACE | {"epoch": "x"}, "its progress is .*'epoch': 'x'"),
+    ("progress", PLACE | {"position": 91}, "its progress is at position 91 of an epoch of 90 samples")])
+def test_contents_that_no_run_has_left_name_the_field(tmp_path: Path, name: str, value: object, words: str) -> None:
+    torch.save({**STATE, name: value}, tmp_path / "last.pt")
+    with pytest.raises(UserError, match=f"cannot go on from this file, .*{words}.*; .*last.pt; take another"):
+        checkpoint.load_for_resume(tmp_path / "last.pt")
+    torch.save(STATE, tmp_path / "last.pt")
+    assert checkpoint.load_for_resume(tmp_path / "last.pt").keys() == STATE.keys()
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state(1), tmp_path / "last.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert value_of(tmp_path / "last.pt") == 1
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_old_one(tmp_path: Path) -> None:
@@ -234,7 +280,7 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
 CONFIG = {"arch": "tiny", "optimizer": "adam", "lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.99), "n_epochs": 2}
 
 
-def taken_over(**changes: object) -> tuple[list[str], torch.optim.Optimizer]:
+def taken_over(shape: tuple[int, ...] | None = None, **changes: object) -> tuple[list[str], torch.optim.Optimizer]:
     """Save a step of Adam with CONFIG, go on with `changes` to it."""
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.9, 0.99))
@@ -242,6 +288,8 @@ def taken_over(**changes: object) -> tuple[list[str], torch.optim.Optimizer]:
     optimizer.step()
     saved = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {},
              "rng": torch.get_rng_state(), "config": CONFIG}
+    if shape:
+        saved["optimizer"]["state"][0]["exp_avg"] = torch.zeros(shape)
     other = torch.nn.Linear(2, 2)
     new = torch.optim.Adam(other.parameters(), lr=0.1, betas=(0.5, 0.5), weight_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", enabled="amp" in changes)
@@ -263,3 +311,8 @@ def test_flags_of_the_new_start_hold_and_are_said() -> None:
 def test_another_model_or_optimiser_is_refused(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"had {name} {CONFIG[name]}, this one has {value}; --{name}"):
         taken_over(**{name: value})
+
+
+def test_an_optimiser_of_other_shapes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"another model .* .exp_avg of the optimiser is .3,. for weights .2, 2"):
+        taken_over(shape=(3,))

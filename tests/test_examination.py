@@ -72,6 +72,7 @@ def test_mistakes_are_one_line(trained: Path, tmp_path: Path) -> None:
     model[head], model[head.replace("weight", "bias")] = torch.zeros(5, model[head].shape[1]), torch.zeros(5)
     torch.save(model, tmp_path / "five.pth")
     cases = ((("--weights", tmp_path / "five.pth"), "do not fit the model"),  # a new head would have learnt nothing
+             (("--resume", trained / "run" / "last.pt", "--arch", "resnet18"), "last.pt; give the --arch"),
              (("--weights", trained / "run" / "last.pt", "--predictions", tmp_path / "no" / "p"), "--predictions"))
     for arguments, words in cases:
         result = evaluate(trained, "train_single.py", "-w", 0, *arguments).check(1)
@@ -79,6 +80,10 @@ def test_mistakes_are_one_line(trained: Path, tmp_path: Path) -> None:
     nothing = Validation(lambda: iter(()), 0, 2)
     with pytest.raises(UserError, match="no checkpoint; --output"):
         trained_weights(alone(), nothing, "auto", str(tmp_path), "none")
+    with pytest.raises(UserError, match="a folder and not a checkpoint; .*--resume auto"):
+        trained_weights(alone(), nothing, str(tmp_path), None, "none")
+    with pytest.raises(UserError, match="no such checkpoint; "):
+        trained_weights(alone(), nothing, str(tmp_path / "no.pt"), None, "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["five.pth"]
 
 

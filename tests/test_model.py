@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, key: str, value: torch.Tenso
 
 
 def test_another_architecture_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"and \d+ more; --weights .*--arch") as caught:
+    with pytest.raises(UserError, match=r"and \d+ more; .*weights.pt; .*--arch") as caught:
         build("tiny", weights=save(build(SMALL)[0].state_dict(), tmp_path / "weights.pt"))
     assert len(str(caught.value)) < 600
 
@@ -218,11 +218,20 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
     save({"model": {"epoch": 3}}, tmp_path / "numbers.pt")
     save([torch.zeros(2)], tmp_path / "list.pt")
     save({1: torch.zeros(2)}, tmp_path / "keys.pt")
-    files = ["torn.pt", "empty.pt", "text.pt", "nothing.pt", "numbers.pt", "list.pt", "keys.pt", "absent.pt", "."]
-    for name in files:
-        with pytest.raises(UserError, match="--weights") as caught:
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(flipped)
+    for name, words in (
+            ("torn.pt", "damaged .it is cut short"), ("empty.pt", "damaged .it is empty"),
+            ("flipped.pt", "damaged .the checksum of .* is wrong"), ("text.pt", "damaged .it is no file of torch.save"),
+            ("absent.pt", "no such file"), (".", "a folder"), ("keys.pt", "do not fit"),
+            *((name, "no state_dict") for name in ("nothing.pt", "numbers.pt", "list.pt"))):
+        with pytest.raises(UserError, match=f"{words}.*; .*{tmp_path}") as caught:
             build(weights=tmp_path / name)
         assert "\n" not in str(caught.value), name
+    old = tmp_path / "old.pt"  # has no checksums
+    torch.save(build()[0].state_dict(), old, _use_new_zipfile_serialization=False)
+    assert same(build(weights=old, seed=2)[0], build()[0])
 
 
 # --- torchvision's own weights ----------------------------------------------------------------------------------------

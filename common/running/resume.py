@@ -33,6 +33,7 @@ def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch
     try:
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+        _check_shapes(optimizer)
         if saved["scaler"]:  # empty where there was nothing to scale
             scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"])
@@ -46,6 +47,14 @@ def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch
                if name in before and _shown(before[name]) != _shown(config[name])]
     if changed:
         yield f"resumed with other flags: {'; '.join(changed)}"
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """torch takes any, and the first step then reads beyond them. What has no dimension counts steps."""
+    for weight, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != weight.shape:
+                raise ValueError(f"{name} of the optimiser is {tuple(value.shape)} for weights {tuple(weight.shape)}")
 
 
 def _shown(value: Any) -> str:
