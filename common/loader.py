@@ -13,6 +13,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -86,16 +87,9 @@ class Loader:
         if not self.num_workers:
             yield from self.dataset
             return
-        loader = DataLoader(
-            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=PREFETCH,
-            worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
-            generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
-            in_order=self.dataset.mixing.kind != "queue",
-            timeout=patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
-        )
-        let_threads_settle()
-        with deaf():  # as the workers are from their birth
-            made = iter(loader)
+        with warnings.catch_warnings():  # torch's words on workers and cores, at every start: the plan has its own
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            made = self._start_workers()
         deaths = Deaths.listen()
         try:
             while (piece := awaited(made, deaths, self.timeout_seconds)) is not None:
@@ -108,6 +102,18 @@ class Loader:
         finally:
             deaths.close()
             end_workers(made)
+
+    def _start_workers(self) -> Iterator[MadePiece]:
+        loader = DataLoader(
+            self.dataset, batch_size=None, num_workers=self.num_workers, prefetch_factor=PREFETCH,
+            worker_init_fn=partial(start_worker, parent=os.getpid()), multiprocessing_context=self.start_method,
+            generator=torch.Generator(),  # its base seed would be drawn from the global generator otherwise
+            in_order=self.dataset.mixing.kind != "queue",
+            timeout=patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
+        )
+        let_threads_settle()
+        with deaf():  # as the workers are from their birth
+            return iter(loader)
 
 
 def checked(piece: MadePiece) -> MadePiece:

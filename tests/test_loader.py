@@ -62,6 +62,14 @@ def test_a_rank_that_skips_batches_keeps_those_in_use(index: ShardIndex, ranks: 
     assert {key: value for part in parts for key, value in part.items()} == whole
 
 
+def test_only_the_plan_warns_of_more_workers_than_cores(
+        index: ShardIndex, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    world = World(0, 1, 0, torch.device("cpu"))
+    assert len(pixels(make_validation(index, 36, 2, world, Fields(), 32).batches())) == 72
+    assert not [warning for warning in recwarn if "worker" in str(warning.message)]
+
+
 @pytest.mark.parametrize("mix", ["none", "pooled", "shuffle", "queue"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_way_of_mixing_writes_over_a_batch_in_use(index: ShardIndex, mix: str, workers: int) -> None:
