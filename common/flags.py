@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -46,6 +47,11 @@ def underscored(argument: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        # argparse takes -1 for a value, but -1e-3 and -inf for flags: then nobody says what is wrong with them.
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; the command line; {self.prog} --help lists the flags")
 
