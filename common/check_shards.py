@@ -28,10 +28,11 @@ from common.errors import UserError
 from common.fields import Fields
 from common.files import write_atomic
 from common.indexing.folders import basename, folder_of, folders_of, promised_through_cache, read_any_info
-from common.indexing.info import INFO, Info, check_totals, write_info
+from common.indexing.info import INFO, Info, check_totals
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
 from common.shards import known_classes
+from common.writing.keys import file_names
 
 NUM_SHOWN = 20  # problems of one cause that are printed
 
@@ -85,7 +86,8 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
         problems.append(Problem("wrong description", str(error), folder_of(paths[0])))
     fields = Fields(fields.image_field, fields.label_field, num_classes or None, classes)
     storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
-    jobs = [CheckJob(path, name, storage, fields, out, throws_away) for path, name in zip(paths, names, strict=True)]
+    jobs = [CheckJob(path, name, storage, fields, out / f"{file}.tar" if out else None, throws_away)
+            for path, name, file in zip(paths, names, file_names(names), strict=True)]
     shards = _run(jobs, num_workers)
     problems += [problem for shard in shards for problem in shard.problems]
     try:
@@ -165,9 +167,9 @@ def _finish_fix(report: CheckReport, out: Path) -> str:
     info: dict[str, Any] = {"dataset size": sum(shard.num_saved for shard in kept), "num_classes": report.num_classes}
     if report.classes:
         info["classes"] = list(report.classes)
-    info["shards"] = [{"name": f"{shard.job.name.replace('/', '-')}.tar", "samples": shard.num_saved,
-                       "bytes": shard.bytes_saved} for shard in kept]
-    write_info(out, info)
+    info["shards"] = [{"name": shard.job.out.name, "samples": shard.num_saved, "bytes": shard.bytes_saved}
+                      for shard in kept if shard.job.out]
+    write_atomic(out / INFO, json.dumps(info, indent=1))
     lost = [json.dumps({"path": f"{p.shard}/{p.key}", "cause": p.detail}) + "\n" for p in report.problems]
     if lost:
         write_atomic(out / "rejected.jsonl", "".join(lost))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,6 +56,20 @@ def write_atomic(path: Path, text: str) -> None:
             with suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def write_shared(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all; any number of processes may, at once. Raises OSError."""
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8",
+                                       errors="surrogateescape", newline="\n")
+    try:
+        with file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except BaseException:
+        os.unlink(file.name)
+        raise
 
 
 def read_json(path: Path) -> Json:

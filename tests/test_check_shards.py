@@ -12,7 +12,7 @@ import pytest
 from common.check_shards import main
 from common.shards import ShardIndex
 from common.tars.index import read_index
-from tests.helpers import jpeg, run, write_shards
+from tests.helpers import command, end, jpeg, run, start, write_shards
 from tests.tars import by_position, by_stream, files, scan_tar, write_tar
 
 KEYS = [f"{number:02d}" for number in range(10)]
@@ -130,6 +130,29 @@ def test_compressed_and_odd_shards(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, report["samples"]) == (1, 2)
     assert report["causes"] == {"no label": 1}  # the field is d.json: the key ends at the first dot
     assert [sample.key for sample in by_position(ShardIndex.open([str(tmp_path / "clean")]))] == ["a_b/ü"]
+
+
+def test_clean_shards_do_not_overwrite_each_other(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Names that differ in a slash alone; and none becomes a hidden file, which no reader would find."""
+    paths = [write_tar(tmp_path / name, files([name[:1] + key for key in KEYS[:4]]))
+             for name in ("a-b/c.tar", "a/b-c.tar", "d/c.tar", "e/.c.tar")]
+    assert main([*map(str, paths), "--fix", str(tmp_path / "fixed"), "-w", "0"]) == 0
+    assert "16 samples saved in 4 clean shards" in capsys.readouterr().out
+    assert ShardIndex.open([str(tmp_path / "fixed")]).num_samples == 16
+    assert main([str(tmp_path / "fixed"), "-w", "0"]) == 0
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+    """No file may be longer than 8 kB: nothing half written is left, and no shard that is not described is passed."""
+    folder, out = write_shards(tmp_path / "s"), tmp_path / "out"
+    for num_workers in (1, 2):
+        line = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-",
+                *command("common.check_shards", folder, "-w", num_workers, "--fix", out)]
+        result = end(start(line)).check(1)
+        assert result.err.startswith("error: cannot write a shard (File too large); ") and result.err.count("\n") == 1
+        assert not [path for path in out.iterdir() if path.name.startswith(".") or path.name == "info.json"]
+        for path in out.iterdir():
+            path.unlink()
 
 
 def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

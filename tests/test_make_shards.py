@@ -27,8 +27,9 @@ from common.errors import UserError
 from common.make_shards import Options, main, make_shards
 from common.tars.index import BLOCK, read_index
 from common.tars.samples import is_side_file, split_name
+from common.writing.keys import make_keys
 from common.writing.manifest import from_manifest
-from common.writing.shard_plan import choose_val, make_keys
+from common.writing.shard_plan import choose_val
 from common.writing.writer import header
 from tests.helpers import command, descendants, end, jpeg, run, start
 from tests.tars import scan_tar

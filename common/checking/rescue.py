@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from common.fields import RawSample, SampleError
 from common.tars.format import BLOCK
 from common.tars.index import write_index
 from common.tars.samples import Member, Sample
-from common.writing.shard_plan import make_keys
+from common.writing.keys import make_keys, unused
 from common.writing.writer import header
 
 MAX_NAME_BYTES = 100  # of a ustar header
 
 
 class CleanShard:
-    """`folder`/`name`.tar, under that name once it is finished."""
+    """The tar `path`, under that name once it is finished. Raises OSError where it cannot be written."""
 
-    def __init__(self, folder: Path, name: str):
-        self.path = folder / f"{name.replace('/', '-')}.tar"
-        self._unfinished = folder / f".{self.path.name}.{os.getpid()}.unfinished"
+    def __init__(self, path: Path):
+        self.path = path
+        self._unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
         self._file = open(self._unfinished, "wb", buffering=1 << 20)
         self._samples: list[Sample] = []
         self._keys: set[str] = set()
@@ -35,7 +36,7 @@ class CleanShard:
 
     def add(self, sample: RawSample) -> None:
         """Append a sample with all its fields. Raises SampleError where a field's name is too long for a header."""
-        key = self._new_key(sample.key)
+        key = unused(make_keys([f"{sample.key}.x"])[0], self._keys)
         names = {f"{key}.{'_'.join(extension.split())}": bytes(data) for extension, data in sample.fields.items()}
         if len(names) < len(sample.fields) or any(len(_encoded(name)) > MAX_NAME_BYTES for name in names):
             raise SampleError("not saved", "the names of its fields are too long")
@@ -65,16 +66,9 @@ class CleanShard:
 
     def discard(self) -> None:
         """Remove what is not finished."""
-        self._file.close()
+        with suppress(OSError):  # what is still to be written has no place on a full disk
+            self._file.close()
         self._unfinished.unlink(missing_ok=True)
-
-    def _new_key(self, key: str) -> str:
-        mended = make_keys([f"{key}.x"])[0]
-        number, unique = 1, mended
-        while unique in self._keys:
-            number += 1
-            unique = f"{mended}-{number}"
-        return unique
 
 
 def _encoded(name: str) -> bytes:

@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class CheckJob:
-    """What to look at; `out`, if given, is the folder for a clean copy."""
+    """What to look at; `out`, if given, is where a clean copy goes."""
 
     path: str
     name: str
@@ -62,26 +62,41 @@ class ShardReport:
 
 
 def check_shard(job: CheckJob) -> ShardReport:
-    """Read everything in a shard. What is wrong is in the report; an exception is a bug, or a cache that is full."""
+    """Read everything in a shard. What is wrong is in the report; raises UserError where a clean copy cannot be
+    written."""
     report = ShardReport(job)
+    clean = None
+    try:
+        clean = CleanShard(job.out) if job.out else None
+        for sample in _readable(report):
+            if _look(sample, report) and clean:
+                _save(clean, sample, report)
+        if clean:
+            report.num_saved, report.bytes_saved = clean.num_samples, clean.finish()
+    except OSError as error:
+        raise UserError(f"cannot write a shard ({error.strerror}); {job.out}; {remedy(error)}choose another "
+                        "OUT") from None
+    finally:
+        if clean:
+            clean.discard()
+    return report
+
+
+def _readable(report: ShardReport) -> Iterator[RawSample]:
+    """The samples of a shard, as far as it can be read."""
+    job = report.job
     try:
         with job.storage.held(job.path) as (path, file):
             report.num_bytes = os.fstat(file).st_size
-            clean = CleanShard(job.out, job.name) if job.out else None
             try:
-                for sample in _samples(path, file, report):
-                    if _look(sample, report) and clean:
-                        _save(clean, sample, report)
-                if clean:
-                    report.num_saved, report.bytes_saved = clean.num_samples, clean.finish()
+                yield from _samples(path, file, report)
             finally:
-                if clean:
-                    clean.discard()
                 if job.throws_away and path != job.path:
                     os.unlink(path)
     except UserError as error:
         report.problems.append(Problem("unreadable shard", str(error), job.name))
-    return report
+    except OSError as error:
+        report.problems.append(Problem("unreadable shard", f"cannot be read ({error.strerror})", job.name))
 
 
 def _samples(path: str, file: int, report: ShardReport) -> Iterator[RawSample]:
@@ -182,9 +197,6 @@ def _save(clean: CleanShard, sample: RawSample, report: ShardReport) -> None:
         clean.add(sample)
     except SampleError as error:
         report.problems.append(Problem("not saved", str(error), sample.shard, sample.key, sample.count))
-    except OSError as error:
-        raise UserError(f"cannot write a shard ({error.strerror}); {report.job.out}; {remedy(error)}choose another "
-                        "OUT") from None
 
 
 def shown_problem(problem: Problem) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from common.access.copies import UNKNOWN, Promised
 from common.errors import UserError
+from common.files import write_shared
 from common.indexing.paths import SUFFIXES
 
 INFO = "info.json"
@@ -151,10 +151,5 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
 
 def write_info(folder: str | Path, info: dict[str, Any]) -> None:
     """Write `info.json`, whole or not at all; a folder that cannot be written is left as it is."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".info.json.", delete=False) as file:
-            json.dump(info, file, indent=1)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, os.path.join(folder, INFO))
-    except OSError:
-        pass
+    with suppress(OSError):
+        write_shared(Path(folder, INFO), json.dumps(info, indent=1))

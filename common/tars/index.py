@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import tarfile
-import tempfile
 from itertools import chain
 from pathlib import Path
 
+from common.files import write_shared
 from common.tars.format import BLOCK
 from common.tars.samples import Member, Sample, TornTar, walk_tar, warn_of_no_end
 
@@ -47,12 +47,7 @@ def write_index(tar: str | Path, samples: list[Sample]) -> None:
         return
     lines = [f"{VERSION} {len(samples)}"]
     lines += [" ".join(f"{m.extension} {m.offset} {m.size} {m.name}" for m in sample) for sample in samples]
-    target = index_path(tar)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False,
-                                     encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        file.write("\n".join(lines) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, target)
+    write_shared(index_path(tar), "\n".join(lines) + "\n")
 
 
 def keep_index(tar: str | Path, samples: list[Sample]) -> None:

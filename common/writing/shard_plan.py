@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +22,13 @@ from common.indexing.paths import UNFINISHED
 from common.sampling import permutation
 from common.tars.format import BLOCK
 from common.writing.image_files import Rejected, encode, prepare
+from common.writing.keys import make_keys, safe_name
 from common.writing.sources import ImageSource, extension
 from common.writing.writer import Entry, ShardJob
 
 FORMAT = 1  # of plans and records; another number, and nothing begun by older code is gone on with
 VAL, ORDER = range(2)  # what a permutation is for
 NUM_MEASURED = 100  # images that --shard_size converts to learn their size
-MAX_KEY_BYTES = 90  # a name, with number and extension, fits the 100 bytes of a tar header: no reader needs extensions
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def make_plan(source: ImageSource, out: str | Path, options: PlanOptions) -> Sha
 
 def shard_name(folder: Path, out: Path, options: PlanOptions) -> str:
     """What the shards of a folder are called, without their numbers: --name, or the folder's own name."""
-    own = _safe(folder.resolve().name.replace(".", "_")) or "shard"
+    own = safe_name(folder.resolve().name.replace(".", "_")) or "shard"
     if options.name is None:
         return own
     return options.name if folder == out else f"{options.name}-{own}"
@@ -190,38 +189,6 @@ def _converted_size(source: ImageSource, index: int, resize: int | None) -> int:
         return len(encode(content, resize)[0])
     except (OSError, ValueError, Rejected):
         return 0
-
-
-def make_keys(paths: list[str]) -> list[str]:
-    """A key for each path: the path itself without its extension, mended where it could not serve as a key.
-
-    So a key in a trace names the file it came from. Keys are distinct, hold no blanks and no dot in their last
-    part, and are nothing that readers of tars skip or that does not fit a plain header.
-    """
-    keys, seen = [], set()
-    for path in paths:
-        folder, _, file = os.path.splitext(path)[0].rpartition("/")
-        parts = [part for part in folder.split("/") if part not in ("", ".", "..")]
-        key = _safe("/".join([*parts, file.replace(".", "_") or "_"]))
-        if len(key.encode()) > MAX_KEY_BYTES:
-            tail = key.encode()[16 - MAX_KEY_BYTES :].decode(errors="ignore").lstrip("/")
-            key = f"{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:15]}-{tail}"
-        number, unique = 1, key
-        while unique in seen:
-            number += 1
-            unique = f"{key}-{number}"
-        seen.add(unique)
-        keys.append(unique)
-    return keys
-
-
-# Blanks part the words of an index, and surrogates (bytes of a name that are no UTF-8) are in no encoding.
-_UNSAFE = re.compile(r"[\s\\\x00-\x1f\x7f\ud800-\udfff]")
-_HIDDEN = re.compile(r"(^|/)__+")  # readers skip __name__ and __MACOSX
-
-
-def _safe(name: str) -> str:
-    return _HIDDEN.sub(r"\1_", _UNSAFE.sub("_", name))
 
 
 def _digest(source: ImageSource, keys: list[str], options: PlanOptions) -> str:
