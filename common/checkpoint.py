@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.files import check_regular
 from common.metrics import AverageMeter
 from common.sampling import Progress
 
@@ -107,6 +108,7 @@ def read(path: Path) -> Any:
     Raises OSError where the file cannot be read, ValueError with the reason where it is damaged, UnpicklingError where
     it may hold code.
     """
+    check_regular(path)
     with open(path, "rb") as file:
         begin = file.read(1)
     if not begin:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from typing import Any
 from common.errors import UserError
 
 Json = dict[str, Any]
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
 @contextmanager
@@ -72,10 +74,27 @@ def write_shared(path: Path, text: str) -> None:
         raise
 
 
+def check_regular(path: str | Path) -> os.stat_result:
+    """The status of a file that is about to be read. Raises OSError for what is none: a named pipe would let its reader
+    wait for ever."""
+    status = os.stat(path)
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a device')}, not a file", str(path))
+    return status
+
+
+def regular(path: str, flags: int) -> int:
+    """An opener for `open` that takes regular files alone."""
+    check_regular(path)
+    return os.open(path, flags)
+
+
 def read_json(path: Path) -> Json:
     """The object in a JSON file; an empty one where the file is missing, torn or holds something else."""
     with suppress(OSError, ValueError):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=regular) as file:
+            value = json.load(file)
         if isinstance(value, dict):
             return value
     return {}

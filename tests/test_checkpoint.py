@@ -128,6 +128,9 @@ def test_files_that_are_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(UserError, match=f"damaged .{reason}.; .*model.pt"):
             checkpoint.load(path)
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UserError, match="a named pipe, not a file"):  # which would be waited for
+        checkpoint.load(tmp_path / "pipe.pt")
 
 
 def test_a_file_that_cannot_be_read_is_told_with_the_systems_words(

@@ -336,6 +336,18 @@ def test_broken_images_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture)
         assert counts == list(range(len(counts)))
 
 
+@pytest.mark.parametrize("flags", [[], ["--shard_size", "1M", "--resize", "30"]])
+def test_what_is_no_file_or_too_large_is_rejected(tmp_path: Path, flags: list[str]) -> None:
+    """A named pipe would be waited for, and a file of 200 GiB (which cost no disk) has no place in memory."""
+    source, out = write_folder(tmp_path / "images", ("a",), 2), tmp_path / "out"
+    os.mkfifo(source / "a" / "pipe.jpg")
+    (source / "a" / "huge.jpg").touch()
+    os.truncate(source / "a" / "huge.jpg", 200 << 30)
+    assert main([str(source), str(out), "-w", "1", *flags]) == 0
+    assert rejected(out) == {"a/pipe.jpg": "a named pipe, not a file", "a/huge.jpg": f"{200 << 30} bytes, more than "
+                             f"{0x7FFFF000}"}
+
+
 def test_verify_levels(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "images", ("a",), 2)
     photo = bytearray(jpeg(0, 9, side=200))

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from common.access.storage import Storage
 from common.check_shards import main
 from common.errors import UserError
 from common.shards import ShardIndex
-from common.tars.index import index_path
+from common.tars.index import index_path, read_index
 from tests.helpers import TINY, rows, run, write_shards
 from tests.tars import by_position, by_stream, files, scan_tar, write_tar
 
@@ -106,6 +109,48 @@ def test_the_folder_above(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("; give one of its folders that do: train, val\n")
+
+
+def test_a_file_that_no_memory_holds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """200 GiB, which cost no disk: the same words by position, as a stream and in the check, though an index is there;
+    and what stands before and behind can be saved."""
+    tar, size = write_tar(tmp_path / "a.tar", files(KEYS)), 200 << 30
+    place = scan_tar(tar)[8][0].offset - 512
+    huge, rest = tarfile.TarInfo("huge.jpg"), tar.read_bytes()[place:]
+    huge.size = size
+    with open(tar, "r+b") as file:
+        file.seek(place)
+        file.write(huge.tobuf(tarfile.GNU_FORMAT))
+        file.seek(place + 512 + size)
+        file.write(rest)
+    words = f"huge.jpg has {size} bytes"
+    with pytest.raises(UserError, match=f"{words}.*a.tar"):
+        ShardIndex.open([str(tmp_path)])
+    index = ShardIndex.open([str(tmp_path)], storage=SKIP)
+    for samples in (by_position(index), by_stream(index)):
+        assert [sample.key for sample in samples] == [*KEYS[:8], ""] and words in (samples[-1].fault or "")
+    assert main([str(tmp_path), "-w", "0", "--fix", str(tmp_path / "fixed")]) == 1
+    out = capsys.readouterr().out
+    assert f"wrong: a, key huge.jpg: {words}" in out and "10 samples saved" in out
+    index_path(tar).write_text(f"v1.2 1\njpg {place + 512} {size} huge.jpg\n")
+    assert read_index(tar) is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: socket.socket(socket.AF_UNIX).bind(str(path))])
+def test_what_is_no_file_is_no_shard(tmp_path: Path, make: Callable[[Path], None], capsys) -> None:
+    """A named pipe would be waited for; nor is it an index, or what describes the folder."""
+    make(tmp_path / "x-1.tar")
+    for storage in (Storage(), SKIP, Storage(cache_dir=str(tmp_path / "cache"))):
+        with pytest.raises(UserError, match="cannot be read .*, not a file.*x-1.tar"):
+            ShardIndex.open([str(tmp_path)], storage=storage)
+    assert main([str(tmp_path), "-w", "0"]) == 1 and "not a file" in capsys.readouterr().out
+    (tmp_path / "x-1.tar").rename(tmp_path / "x-1.idx")
+    write_tar(tmp_path / "x-1.tar", files(KEYS))
+    assert ShardIndex.open([str(tmp_path)]).num_samples == 10
+    (tmp_path / "info.json").unlink()
+    (tmp_path / "x-1.idx").rename(tmp_path / "info.json")
+    with pytest.raises(UserError, match="cannot be read .*, not a file.*info.json"):
+        ShardIndex.open([str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from common.access.cache import Cache
 from common.access.copies import UNKNOWN, Promised
 from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
+from common.files import regular
 from common.tars.stream import compression
 
 BY_POSITION = "--cache_dir DIR keeps plain copies of such shards; --sampling split or resampled reads them as a stream"
@@ -130,7 +131,7 @@ class Storage:
 def _open(path: str) -> int:
     """A file of this machine. Raises UserError that names the machine, since others may have it."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return regular(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(f"a shard cannot be read ({error.strerror}) on {os.uname().nodename}; {path}; "
-                        "every node needs every shard under the same path") from None
+                        "every node needs every shard, a file, under the same path") from None

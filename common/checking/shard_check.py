@@ -143,7 +143,7 @@ def _members(path: str, report: ShardReport) -> Iterator[Member]:
                             report.num_members += 1
                             yield Member(split_name(entry.name)[1], entry.offset, entry.size, entry.name)
                     except TarError as error:
-                        report.problems.append(Problem("link", str(error), report.job.name, entry.name))
+                        report.problems.append(Problem("unreadable file", str(error), report.job.name, entry.name))
                 if not walker.has_end and report.num_members:
                     report.problems.append(Problem("damaged tar", no_end(), report.job.name))
                 return

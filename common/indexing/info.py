@@ -19,7 +19,7 @@ from typing import Any
 
 from common.access.copies import UNKNOWN, Promised
 from common.errors import UserError
-from common.files import write_shared
+from common.files import check_regular, regular, write_shared
 from common.indexing.paths import SUFFIXES
 
 INFO = "info.json"
@@ -47,9 +47,9 @@ def read_info(folder: str) -> Info:
     for path in [own, *sorted(path for path in Path(folder).glob("*.json") if path.name != INFO
                               and path.name[0] != ".")]:
         try:
-            if path != own and path.stat().st_size > MAX_BYTES:
+            if path != own and check_regular(path).st_size > MAX_BYTES:
                 continue
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 info = parse_info(file.read(MAX_BYTES + 1), str(path), is_own=path == own)
         except FileNotFoundError:
             continue

@@ -14,8 +14,8 @@ import tarfile
 from itertools import chain
 from pathlib import Path
 
-from common.files import write_shared
-from common.tars.format import BLOCK
+from common.files import regular, write_shared
+from common.tars.format import BLOCK, MAX_MEMBER
 from common.tars.samples import Member, Sample, TornTar, walk_tar, warn_of_no_end
 
 VERSION = "v1.2"
@@ -53,7 +53,7 @@ def write_index(tar: str | Path, samples: list[Sample]) -> None:
 def keep_index(tar: str | Path, samples: list[Sample]) -> None:
     """Write the index where that is possible: not over a file of another kind, not into a folder that is read-only."""
     try:
-        with open(index_path(tar), "rb") as file:
+        with open(index_path(tar), "rb", opener=regular) as file:
             if not file.read(2) == b"v1":
                 return
     except FileNotFoundError:
@@ -96,7 +96,8 @@ def _parse_index(tar: str | Path, tar_size: int) -> list[Sample]:
     path = index_path(tar)
     if path.stat().st_size > 2 * tar_size + BLOCK * 1024:
         raise ValueError("longer than what it describes")
-    lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    with open(path, encoding="utf-8", errors="surrogateescape", opener=regular) as file:
+        lines = file.read().split("\n")
     version, count = lines[0].split()
     if version != VERSION or lines[-1] or int(count) != len(lines) - 2:
         raise ValueError(lines[0])
@@ -115,7 +116,8 @@ def _matches(tar: str | Path, samples: list[Sample], size: int) -> bool:
     after."""
     if not samples:
         return size <= 20 * BLOCK
-    if any(m.offset < BLOCK or m.size < 0 or m.offset + m.size > size for sample in samples for m in sample):
+    if any(m.offset < BLOCK or not 0 <= m.size <= min(size - m.offset, MAX_MEMBER)
+           for sample in samples for m in sample):
         return False
     last = samples[-1][-1]
     with open(tar, "rb") as file:

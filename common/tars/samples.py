@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.tars.format import BLOCK, ByteFile, TarEntry, TarError, Walker
+from common.tars.format import BLOCK, MAX_MEMBER, ByteFile, TarEntry, TarError, Walker
 
 RESCUE = "copy or write it again, or save what can be saved: python -m common.check_shards --fix OUT"
 
@@ -52,7 +52,8 @@ def is_side_file(name: str) -> bool:
 
 
 def is_sample_file(entry: TarEntry) -> bool:
-    """Whether a member belongs to a sample: a file with an extension. Raises TarError for a link to one.
+    """Whether a member belongs to a sample: a file with an extension. Raises TarError for one that cannot be read: a
+    link, or more than memory is meant for.
 
     `__NAME__` at the top, which webdataset keeps for itself, holds no sample either.
     """
@@ -60,6 +61,8 @@ def is_sample_file(entry: TarEntry) -> bool:
         return False
     if entry.kind == "link":
         raise TarError(f"{entry.name} is a link without data: pack with tar --dereference --hard-dereference")
+    if entry.size > MAX_MEMBER:
+        raise TarError(f"{entry.name} has {entry.size} bytes, more than the {MAX_MEMBER} that are read into memory")
     return True
 
 

@@ -24,7 +24,7 @@ from common.tars.format import BLOCK
 from common.writing.image_files import Rejected, encode, prepare
 from common.writing.keys import make_keys, safe_name
 from common.writing.sources import ImageSource, extension
-from common.writing.writer import Entry, ShardJob
+from common.writing.writer import Entry, ShardJob, read_image
 
 FORMAT = 1  # of plans and records; another number, and nothing begun by older code is gone on with
 VAL, ORDER = range(2)  # what a permutation is for
@@ -185,7 +185,7 @@ def _converted_size(source: ImageSource, index: int, resize: int | None) -> int:
     content = source.content(index)
     try:
         if isinstance(content, str):
-            return len(prepare(Path(content).read_bytes(), extension(content), "header", resize)[0])
+            return len(prepare(read_image(content)[0], extension(content), "header", resize)[0])
         return len(encode(content, resize)[0])
     except (OSError, ValueError, Rejected):
         return 0

@@ -19,8 +19,8 @@ from typing import BinaryIO, NamedTuple
 from PIL import Image
 
 from common.errors import UserError
-from common.files import read_json
-from common.tars.format import BLOCK
+from common.files import check_regular, read_json
+from common.tars.format import BLOCK, MAX_MEMBER
 from common.tars.index import index_path, write_index
 from common.tars.samples import Member, Sample
 from common.writing.image_files import Rejected, encode, prepare
@@ -134,7 +134,7 @@ def _write_samples(tar: BinaryIO, job: ShardJob) -> tuple[list[Sample], list[Sta
         stamps.append(None)
         try:
             if isinstance(entry.content, str):
-                data, stamps[-1] = _read(entry.content)
+                data, stamps[-1] = read_image(entry.content)
                 data, extension = prepare(data, entry.extension, job.verify, job.resize)
             else:
                 data, extension = encode(entry.content, job.resize)
@@ -165,12 +165,15 @@ def _padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _read(path: str) -> tuple[bytes, Stamp]:
-    """A whole file, with as few system calls as can be, since there may be millions: `open` makes twice as many."""
+def read_image(path: str) -> tuple[bytes, Stamp]:
+    """A whole file, with as few system calls as can be, since there may be millions: `open` makes twice as many. Raises
+    Rejected."""
     try:
+        status = check_regular(path)
+        if status.st_size > MAX_MEMBER:
+            raise Rejected(f"{status.st_size} bytes, more than {MAX_MEMBER}")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            status = os.fstat(file)
             data = os.read(file, status.st_size)
         finally:
             os.close(file)
