@@ -11,7 +11,7 @@ import pytest
 
 from common.check_shards import main
 from common.shards import ShardIndex
-from common.tars.index import read_index
+from common.tars.index import read_index, write_index
 from tests.helpers import command, end, jpeg, run, start, write_shards
 from tests.tars import by_position, by_stream, files, scan_tar, write_tar
 
@@ -119,6 +119,27 @@ def test_promises_that_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     (folder / "info.json").write_text("[")
     code, report = checked(capsys, folder)
     assert code == 1 and "wrong description" in report["causes"]
+
+
+@pytest.mark.parametrize("change", ["offsets", "sizes", "names", "fewer", "order"])
+def test_an_index_that_points_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture, change: str) -> None:
+    """Training looks at its first and last entry alone."""
+    tar = write_tar(tmp_path / "a.tar", files(KEYS, label="cls"))
+    samples = scan_tar(tar)
+    (image, label), (_, other) = samples[3], samples[4]
+    if change == "offsets":
+        samples[3], samples[4][1] = [image, label._replace(offset=other.offset)], other._replace(offset=label.offset)
+    elif change == "fewer":
+        del samples[3]
+    elif change == "order":
+        samples[3], samples[4] = samples[4], samples[3]
+    else:
+        samples[3] = [image, label._replace(**{"sizes": {"size": 0}, "names": {"name": "07.cls"}}[change])]
+    write_index(tar, samples)
+    assert read_index(tar) == samples
+    code, report = checked(capsys, tmp_path)
+    assert code == 1 and report["causes"] == {"wrong index": 1}
+    assert (report["problems"][0]["key"], report["problems"][0]["count"]) == ("03", 3)
 
 
 def test_compressed_and_odd_shards(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from common.access.storage import Storage
@@ -19,7 +20,7 @@ from common.errors import UserError
 from common.fields import Fields, RawSample, SampleError
 from common.files import remedy
 from common.tars.format import BLOCK, ByteFile, TarError, Walker, is_header
-from common.tars.index import check_not_cut
+from common.tars.index import check_not_cut, index_path, read_index
 from common.tars.samples import Member, Sample, is_sample_file, no_end, sample_faults, split_name
 
 
@@ -164,11 +165,21 @@ def _next_header(source: ByteFile) -> int:
 
 
 def _compare_index(path: str, samples: list[Sample], report: ShardReport) -> None:
+    """Hold every entry of the index against the tar: training believes the first and the last for all of them."""
     try:
         check_not_cut(path, samples)
     except UserError as error:
         if not report.problems:
             report.problems.append(Problem("damaged tar", str(error), report.job.name))
+    promised = read_index(path)
+    if promised is None or any(problem.cause == "damaged tar" for problem in report.problems):
+        return
+    wrong = [(place, found or told) for place, (told, found) in enumerate(zip_longest(promised, samples))
+             if told != found]
+    if wrong:
+        (place, sample), index = wrong[0], index_path(path).name
+        words = f"{index} has {len(wrong)} samples at other places than the tar: remove it, and it is made anew"
+        report.problems.append(Problem("wrong index", words, report.job.name, split_name(sample[0].name)[0], place))
 
 
 def _look(sample: RawSample, report: ShardReport) -> bool:
