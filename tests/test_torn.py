@@ -103,6 +103,19 @@ def test_an_interrupted_make_shards_is_no_data_set(tmp_path: Path, out: str, cap
         assert main([str(folder / "*.tar")]) == 1 and "has not finished" in capsys.readouterr().err
 
 
+def test_an_interrupted_make_shards_without_a_shard(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Killed within its first one: what is unfinished is never advised."""
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "s-0000.tar.12.unfinished").touch()
+    assert main([str(tmp_path)]) == 1 and capsys.readouterr().err.endswith("make_shards makes shards\n")
+    (tmp_path / ".unfinished" / "plan-12").touch()
+    (tmp_path / "empty").mkdir()
+    for pattern in ("", "train", "train/", "empty", "s-0000.tar", "*.tar", "s-{0..3}.tar"):
+        assert main([f"{tmp_path}/{pattern}"]) == 1
+        err = capsys.readouterr().err
+        assert "make_shards has not finished" in err and f"; {tmp_path}" in err
+
+
 def test_the_folder_above(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name in ("train", "val"):
         write_shards(tmp_path / name)

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
@@ -36,13 +36,13 @@ def expand(patterns: Sequence[str], storage: Storage | None = None) -> list[str]
     twice = [path for path, count in Counter(map(_real, paths)).items() if count > 1]
     if twice:
         raise UserError(f"a shard is named twice; {shown(twice[0])}; name every shard once in --shard_path")
-    _check_finished(paths)
+    _check_finished(os.path.dirname(path) for path in paths if not is_remote(path))
     return paths
 
 
-def _check_finished(paths: Sequence[str]) -> None:
-    """Raise UserError for shards that make_shards has not come to the end of: their folder is its OUT, or OUT/train."""
-    for folder in dict.fromkeys(os.path.dirname(path) for path in paths if not is_remote(path)):
+def _check_finished(folders: Iterable[str]) -> None:
+    """Raise UserError for what make_shards has not come to the end of: a folder that is its OUT, or OUT/train."""
+    for folder in dict.fromkeys(folders):
         for out in (folder, os.path.join(folder, os.pardir)):
             if any(Path(out, UNFINISHED).glob("plan-*")) and _belongs(folder, out):
                 raise UserError(f"make_shards has not finished, shards are missing; {folder or '.'}; give the same "
@@ -65,7 +65,9 @@ def _expand_one(pattern: str, storage: Storage) -> list[str]:
         paths = sorted(str(path) for path in Path(pattern).iterdir() if path.name.endswith(SUFFIXES)
                        and path.name[0] != ".")
         if not paths:
-            below = sorted(path.name for path in Path(pattern).iterdir() if any(path.glob("*.tar*")))
+            _check_finished([pattern])
+            below = sorted(path.name for path in Path(pattern).iterdir() if path.name[0] != "."
+                           and any(path.glob("*.tar*")))
             advice = f"give one of its folders that do: {', '.join(below[:5])}" if below else ADVICE
             raise UserError(f"no shards (*.tar); {pattern}; {advice}")
         return paths
@@ -85,9 +87,11 @@ def _local(pattern: str) -> list[str]:
     found = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in _braces(pattern)]
     paths = [path for names in found for path in names]
     if not paths:
+        _check_finished(map(os.path.dirname, _braces(pattern)))
         raise UserError(f"nothing matches the pattern; {pattern}; {ADVICE}")
     missing = [path for path in paths if not os.path.exists(path)]
     if missing:
+        _check_finished([os.path.dirname(missing[0].rstrip("/"))])  # a shard of it, or OUT/train before there was one
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UserError(f"no such shard; {missing[0]}{more}; {ADVICE}")
     return paths
