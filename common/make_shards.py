@@ -36,6 +36,7 @@ from common.writing.output import (
 from common.writing.shard_plan import PlanOptions, ShardPlan, make_plan
 from common.writing.sources import READABLE, ImageSource, from_folder
 from common.writing.torchvision_source import from_torchvision
+from common.writing.work_lock import sole_writer
 from common.writing.writer import GO_ON, Record, ShardJob, input_stamp, read_record, write_shard
 
 TORCHVISION = "torchvision:"
@@ -72,18 +73,24 @@ def make_shards(source: str, out: str | Path, options: Options | None = None) ->
         if complete is not None:
             print(f"{out} holds these shards already: nothing is written")
             return complete
-        if options.finish:
-            return finish(plan)
-        if options.part is not None:
-            return _write(plan, range(options.part[0], len(plan.shards), options.part[1]), options.num_workers)
+        with sole_writer(plan.work, plan.mark, options.part):
+            return _make(plan, options)
+    except OSError as error:
+        raise UserError(f"cannot write ({error.strerror}); {error.filename or out}; {GO_ON}") from None
+
+
+def _make(plan: ShardPlan, options: Options) -> Summary:
+    """All of the plan, its part, or its end."""
+    if options.finish:
+        return finish(plan)
+    if options.part is not None:
+        return _write(plan, range(options.part[0], len(plan.shards), options.part[1]), options.num_workers)
+    try:
         _write(plan, range(len(plan.shards)), options.num_workers)
         return finish(plan)
     except UserError:
-        if options.part is None and not options.finish:
-            write_partial(plan)
+        write_partial(plan)
         raise
-    except OSError as error:
-        raise UserError(f"cannot write ({error.strerror}); {error.filename or out}; {GO_ON}") from None
 
 
 def open_source(source: str, options: Options) -> ImageSource:

@@ -30,6 +30,7 @@ from common.tars.samples import is_side_file, split_name
 from common.writing.keys import make_keys
 from common.writing.manifest import from_manifest
 from common.writing.shard_plan import choose_val
+from common.writing.work_lock import sole_writer
 from common.writing.writer import header
 from tests.helpers import command, descendants, end, jpeg, run, start
 from tests.tars import scan_tar
@@ -724,6 +725,26 @@ def test_called_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(source), str(out), "--overwrite"]) == 1  # which is not ours to remove
     check_error(capsys, "other-0000.tar")
     assert (out / "other-0000.tar").exists()
+
+
+def test_two_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The second is refused while the first runs, and touches nothing; parts of the work go side by side."""
+    source, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    flags = [str(source), str(out), "-w", "1", "--samples_per_shard", "6"]
+    assert main([*flags, "--part", "0/2"]) == 0
+    mark, before = next((out / ".unfinished").glob("plan-*")).name, tree(out)
+    whole, one, other = [], ["--part", "0/2"], ["--part", "1/2"]
+    for part, refused in ((None, [whole, ["--finish"], ["--overwrite"], other]), ((0, 2), [whole, ["--finish"], one])):
+        with sole_writer(out / ".unfinished", mark, part):
+            for more in refused:
+                assert main([*flags, *more]) == 1
+                check_error(capsys, "another make_shards is writing here", str(out), "wait")
+            if part is None:
+                assert tree(out) == before
+            else:
+                assert main([*flags, *other]) == 0
+    assert main([*flags, "--finish"]) == 0
+    assert not (out / ".unfinished").exists() and len(samples(out)) == 24
 
 
 def test_an_unfinished_run_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

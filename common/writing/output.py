@@ -4,7 +4,8 @@
     OUT/info.json        when every shard is there; or OUT/train/info.json and OUT/val/info.json
     OUT/rejected.jsonl   what could not be used, where there is such a thing
 
-Called by one process at a time, but for `open_output`, which machines that share the work may call at once.
+Called by one process at a time, see `work_lock`, but for `open_output`, which machines that share the work may call at
+once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from common.errors import UserError
 from common.files import read_json, write_atomic
 from common.tars.index import index_path
 from common.writing.shard_plan import ShardPlan
+from common.writing.work_lock import lock
 from common.writing.writer import Record, input_stamp, read_record
 
 INFO = "info.json"
@@ -52,7 +54,7 @@ def open_output(plan: ShardPlan) -> Summary | None:
     Raises UserError where OUT holds anything else: shards of two plans in one folder would be read as one data set.
     """
     others = [path for folder in {plan.out, *plan.folders} for path in _shards_in(folder)]  # seen before the mark
-    mark = plan.work / f"plan-{plan.digest}"
+    mark = plan.work / plan.mark
     begun = list(plan.work.glob("plan-*"))
     if begun and begun != [mark]:
         raise UserError(f"an unfinished run with other input or options is here; {plan.out}; "
@@ -71,7 +73,10 @@ def open_output(plan: ShardPlan) -> Summary | None:
 
 
 def remove_output(plan: ShardPlan) -> None:
-    """Remove what an earlier run of this command left in OUT, whatever its options; no other file."""
+    """Remove what an earlier run of this command left in OUT, whatever its options; no other file. Raises UserError
+    where one is at work."""
+    for mark in plan.work.glob("plan-*"):
+        lock(mark).close()
     stems = {shard.tar.stem.rpartition("-")[0] for shard in plan.shards}
     for folder in {plan.out, *plan.folders}:
         listed = {entry["name"] for entry in _read_info(folder).get("shards", [])}

@@ -78,6 +78,11 @@ class ShardPlan:
         """Where unfinished things live. A reader that meets this folder knows that the shards are not complete."""
         return self.out / UNFINISHED
 
+    @property
+    def mark(self) -> str:
+        """The file in it that says whose work it is."""
+        return f"plan-{self.digest}"
+
     def job(self, number: int) -> ShardJob:
         """All that is needed to write shard `number` of the plan."""
         entries = [self._entry(index) for index in self.shards[number].indices.tolist()]
