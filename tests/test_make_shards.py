@@ -579,6 +579,21 @@ def test_torchvision_files_are_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     check_error(capsys, "--root")
 
 
+def test_two_bytes_a_pixel_stay(tmp_path: Path) -> None:
+    """A PGM becomes a PNG of 16 bits, in its own size as in another; 32 bits fit into none."""
+    source, pixels = tmp_path / "images" / "a", np.random.default_rng(0).integers(0, 1 << 16, (60, 80), dtype=np.uint16)
+    source.mkdir(parents=True)
+    (source / "x.pgm").write_bytes(b"P5 80 60 65535\n" + pixels.astype(">u2").tobytes())
+    (source / "y.pgm").write_bytes(b"Pf 80 60 -1.0\n" + bytes(60 * 80 * 4))
+    for resize in (None, 30):
+        out = tmp_path / f"out{resize}"
+        make_shards(str(source.parent), out, Options(resize=resize))
+        assert rejected(out) == {"a/y.pgm": "32-bit pixels, which no PNG can hold"}
+        image = Image.open(io.BytesIO(samples(out)[0][2]))
+        assert image.mode == "I;16" and image.size == ((40, 30) if resize else (80, 60))
+        assert resize or np.array_equal(np.asarray(image), pixels)
+
+
 # --resize
 
 

@@ -64,12 +64,15 @@ def looks_whole(data: bytes) -> bool:
 def encode(image: Image.Image, resize: int | None) -> tuple[bytes, str]:
     """JPEG for what came as JPEG, PNG for the rest, the shorter side at most `resize` pixels. Raises Rejected."""
     as_jpeg = image.format in ("JPEG", "MPO")
+    is_16_bit = image.format == "PPM" and image.mode == "I"  # as Pillow reads a PGM of two bytes a pixel
     if resize is not None and min(image.size) > resize:
         image = _resized(image, resize)
     buffer = io.BytesIO()
     if as_jpeg:
         image.save(buffer, "JPEG", quality=JPEG_QUALITY, icc_profile=image.info.get("icc_profile"))
         return buffer.getvalue(), "jpg"
+    if is_16_bit:
+        image = image.convert("I;16")
     if image.mode in ("I", "F"):
         raise Rejected("32-bit pixels, which no PNG can hold")
     if image.mode not in PNG_MODES:
