@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from common.collate import MadePiece, SkippedSample, as_images
 from common.dataset import Keyed, Source
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.fields import Fields, RawSample, SampleError
 from common.images.remarks import remarks
 from common.indexing.reader import NUM_VALID
@@ -122,6 +122,6 @@ class BatchDataset(IterableDataset[MadePiece]):
         if not self.skip_errors:
             is_name = bad.detail.endswith("_field")
             what = "name the field" if is_name else "mend the shard (python -m common.check_shards)"
-            raise UserError(f"{bad.detail}; shard {bad.shard}, key {bad.key}, count {bad.count}; {what}, or leave such "
-                            "samples out: --on_error skip")
+            place = f"shard {bad.shard}, key {printable(bad.key)}, count {bad.count}"
+            raise UserError(f"{bad.detail}; {place}; {what}, or leave such samples out: --on_error skip")
         made.skipped.append((global_step, bad))

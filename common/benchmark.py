@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = _run(args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(result))

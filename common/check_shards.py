@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common.access.storage import Storage
 from common.access.urls import shown
 from common.checking.shard_check import CheckJob, Problem, ShardReport, check_shard, shown_problem
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.fields import Fields
 from common.files import write_atomic
 from common.indexing.folders import basename, folder_of, folders_of, promised_through_cache, read_any_info
@@ -150,7 +150,7 @@ def lines(report: CheckReport) -> list[str]:
         if told[problem.cause] <= NUM_SHOWN:
             text.append(f"wrong: {shown_problem(problem)}")
     text += [f"wrong: {count - NUM_SHOWN} more: {cause}" for cause, count in told.items() if count > NUM_SHOWN]
-    text += [f"warning: {warning}" for warning in report.warnings]
+    text += [f"warning: {one_line(warning)}" for warning in report.warnings]
     causes = ", ".join(f"{count} {cause}" for cause, count in found["causes"].items())
     text.append(f"{found['shards']} shards, {found['samples']} samples, {found['usable']} of them usable, "
                 f"{found['num_classes']} classes; "
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                            not args.cache_dir)
             saved = _finish_fix(report, args.fix) if args.fix else ""
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)

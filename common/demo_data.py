@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import read_json, remedy, write_atomic
 from common.processes import available_cpus, run_jobs
 from common.sampling import hashed
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         is_new = make_demo_data(args.out, args.images, args.seed, args.num_workers)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"error: interrupted; {args.out}; give the same command again", file=sys.stderr)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.errors import UsageError, UserError
+from common.errors import UsageError, UserError, one_line
 from common.launching.failure import RankError, SharedError
 from common.launching.launch_env import is_first
 
@@ -36,7 +36,7 @@ def run_script(main: Callable[[], None], has_ranks: bool = False) -> None:
     except UserError as error:
         _record(str(error))
         if not (has_ranks and _is_told(error)):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         _leave(2 if isinstance(error, UsageError) else 1)
     except Exception as error:
         handler.record_exception(error)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import printable
+
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 TORN_SHARD = "torn shard"  # the cause of samples that are lost with a part of their tar
 MAX_NAME = 200  # letters of a class's name
@@ -160,4 +162,4 @@ def _short(value: Any) -> str:
 
 
 def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(str(name) for name in names if not str(name).startswith("__"))) or "none"
+    return printable(", ".join(sorted(str(name) for name in names if not str(name).startswith("__")))) or "none"

@@ -15,7 +15,7 @@ import torch
 from common import checkpoint
 from common.collate import Batch
 from common.distributed import World
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.evaluation import Validation, evaluate
 from common.launching.failure import SharedError
 from common.loader import Loader, on_device
@@ -213,8 +213,8 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
     stop, num_infinite, num_bad, loss, correct, num_samples = run.world.sum(
         [asked_to_stop(run), not finite, bad, loss, outcome.correct, outcome.num_samples])
     if num_infinite:
-        mine = [] if finite else [f"{shard}/{key}" for shard, key in zip(batch.shard, batch.key, strict=True)]
-        keys = ", ".join(key for keys in run.world.gather(mine) for key in keys)
+        names = [f"{shard}/{printable(key)}" for shard, key in zip(batch.shard, batch.key, strict=True)]
+        keys = ", ".join(key for keys in run.world.gather([] if finite else names) for key in keys)
         raise SharedError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {keys}; "
                           "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
     run.records.errors.check(int(num_bad))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.processes import run_jobs
 from common.writing.command_line import ADVICE, either_spelling, make_parser
 from common.writing.manifest import MANIFESTS, from_manifest
@@ -64,7 +64,7 @@ def make_shards(source: str, out: str | Path, options: Options | None = None) ->
     if os.path.isdir(source) and Path(out).resolve().is_relative_to(Path(source).resolve()):
         raise UserError(f"OUT lies inside of SRC, whose images it would join; {out}; choose a folder beside {source}")
     for warning in found.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {one_line(warning)}", file=sys.stderr)
     plan = make_plan(found, out, PlanOptions(**{f.name: getattr(options, f.name) for f in fields(PlanOptions)}))
     try:
         if options.overwrite:
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary = make_shards(source, out, Options(**args))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"error: interrupted; {out}; give the same command again to go on", file=sys.stderr)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{summary.num_samples} samples in {summary.num_shards} shards, {summary.num_bytes / 1e6:.1f} MB")
     if summary.rejected:
         path, cause = summary.rejected[0]
-        print(f"warning: {len(summary.rejected)} inputs are rejected, such as {path}: {cause}; "
+        print(f"warning: {len(summary.rejected)} inputs are rejected, such as {one_line(path)}: {one_line(cause)}; "
               f"{Path(out, REJECTED)} lists them when all is done", file=sys.stderr)
     if args["part"]:
         print("this part is done; when all parts are: the same command with --finish instead of --part")

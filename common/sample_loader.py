@@ -27,7 +27,7 @@ from common.batch_dataset import BatchDataset
 from common.collate import MadePiece
 from common.dataset import ExactSource, Keyed, Source
 from common.distributed import World
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.fields import Fields, RawSample, SampleError
 from common.images.decode import decode_image
 from common.indexing.reader import ShardReader
@@ -144,13 +144,14 @@ class FieldDataset(BatchDataset):
             sample.check()
             for name, function in self.functions.items():
                 if name not in sample.fields:
-                    raise SampleError("no such field", f"{name}, found the fields {', '.join(sorted(sample.fields))}")
+                    raise SampleError("no such field", f"{name}, found the fields "
+                                      f"{printable(', '.join(sorted(sample.fields)))}")
                 values[name] = function(bytes(sample.fields[name]))
         except Exception as error:  # whatever a function makes of bytes that are not for it
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             if not isinstance(error, SampleError):
                 reason = f"{name} cannot be read ({type(error).__name__}: {reason})"
-            raise UserError(f"{reason}; shard {sample.shard}, key {sample.key}, count {sample.count}; "
+            raise UserError(f"{reason}; shard {sample.shard}, key {printable(sample.key)}, count {sample.count}; "
                             "mend the shard, or the function of this field") from None
         return values
 
@@ -162,7 +163,7 @@ class FieldDataset(BatchDataset):
             except (RuntimeError, TypeError, ValueError, KeyError) as error:
                 reason = str(error).strip().splitlines()[0][:160]
                 raise UserError(f"the values of {name} make no batch ({reason}); shard {made.shard[0]}, "
-                                f"key {made.key[0]} and {len(made.key) - 1} others; "
+                                f"key {printable(made.key[0])} and {len(made.key) - 1} others; "
                                 "give the field a function that makes them alike") from None
         return joined
 

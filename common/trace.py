@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import remedy
 
 if TYPE_CHECKING:  # reading a trace needs no torch
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _report(args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
 
 

@@ -138,6 +138,7 @@ def test_a_file_that_cannot_be_read_is_told_with_the_systems_words(
     def refuse(*names: object) -> None:
         raise PermissionError(13, "Permission denied")
 
+    (tmp_path / "last.pt").touch()
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(UserError, match="the checkpoint cannot be read .Permission denied.; .*last.pt; mend that"):
         checkpoint.load(tmp_path / "last.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,23 @@ def test_stops_at_the_first_and_names_it(broken: Path, tmp_path: Path) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: broken json: "
                                                    "") and "shard t-0, key 003, count 3;" in lines[0]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_names_are_shown_as_a_terminal_may_see_them(tmp_path: Path) -> None:
+    """Keys and fields with line feeds and escape sequences, or as long as a PAX header allows."""
+    folder, long = tmp_path / "s", "L" * 200_000
+    members = [("0.jpg", jpeg(0, 0)), ("0.cls", b"0"), ("1.jpg", jpeg(0, 1)), ("1.cls", b"0"),
+               ("a\nerror: b\x1b[31m.jpg", b"no image"), ("a\nerror: b\x1b[31m.cls", b"0"),
+               (f"{long}.jpg", jpeg(0, 2)), (f"{long}.{long}\x1b", b"0")]
+    write_tar(folder / "t.tar", members, format=tarfile.PAX_FORMAT)
+    arguments = ("-s", folder, *TINY, "-b", 2, "-w", 0, "--n_epochs", 1, "--shuffle", -1)
+    stopped = run("train_single.py", *arguments, "--output", tmp_path / "a").check(1)
+    skipped = run("train_single.py", *arguments, "--on_error", "skip", "--output", tmp_path / "b").check()
+    checked = run("common.check_shards", folder).check(1)
+    assert stopped.err.count("\n") == 1 and r"key a\nerror: b\x1b[31m, count 2" in stopped.err
+    assert skipped.out.count("skipped: ") == 2 and checked.out.count("wrong: ") == 2
+    for text in (stopped.err, skipped.out, checked.out):
+        assert "\x1b" not in text and not [line for line in text.splitlines() if len(line) > 1000]
 
 
 def test_nothing_but_corrupt_images(tmp_path: Path) -> None:
@@ -172,7 +190,7 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     batch = Batch(torch.empty(0), torch.empty(0), Step(3, 7, 9, 0, 4), [], [], [], [], skipped=bad)
     assert log.add(batch) == 2
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2 and r"key a b\udc80; rank 1, 1 of this cause so far" in told[0]
+    assert len(told) == 2 and r"key a\nb\udc80; rank 1, 1 of this cause so far" in told[0]
     now[0] += 31
     log.add(batch)
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -527,7 +527,7 @@ def test_exit_status_and_text(tmp_path, capsys, monkeypatch):
     odd.write()
     assert main([str(tmp_path / "odd")]) == 0
     printed = capsys.readouterr().out
-    assert "line break  [1 " in printed and printed.count("\n") == len(good) and "\x1b" not in printed
+    assert "line\\nbreak\\r\\x1b[1 " in printed and printed.count("\n") == len(good) and "\x1b" not in printed
     bad = make_run(tmp_path / "bad")
     bad.rows[0].pop()
     bad.write()

@@ -16,7 +16,7 @@ from pathlib import Path
 from common.access.storage import Storage
 from common.access.urls import shown
 from common.checking.rescue import CleanShard
-from common.errors import UserError
+from common.errors import UserError, one_line, printable
 from common.fields import Fields, RawSample, SampleError
 from common.files import remedy
 from common.tars.format import BLOCK, ByteFile, TarError, Walker, is_header
@@ -212,7 +212,6 @@ def _save(clean: CleanShard, sample: RawSample, report: ShardReport) -> None:
 
 def shown_problem(problem: Problem) -> str:
     """One line, whatever a key or a message holds."""
-    place = f", key {problem.key}" if problem.key else ""
+    place = f", key {printable(problem.key)}" if problem.key else ""
     place += f", count {problem.count}" if problem.count >= 0 else ""
-    text = f"{shown(problem.shard)}{place}: {problem.detail}"
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    return one_line(f"{shown(problem.shard)}{place}: {problem.detail}")

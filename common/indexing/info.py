@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.access.copies import UNKNOWN, Promised
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.files import check_regular, regular, write_shared
 from common.indexing.paths import SUFFIXES
 
@@ -135,7 +135,7 @@ def check_totals(infos: Mapping[str, Info], counted: Iterable[tuple[str, str, in
         if not os.path.isdir(folder) or {path.name for path in Path(folder).iterdir()
                                          if path.name.endswith(SUFFIXES)} - set(found[folder]):
             continue  # a part of the folder, on purpose
-        gone = [name for name in info.shards if name not in found[folder]]
+        gone = [printable(name) for name in info.shards if name not in found[folder]]
         if gone:
             raise UserError(f"{info.path} names a shard that is not there; {folder}/{gone[0]}; copy it again, or make "
                             "the shards anew")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from common.access.storage import Storage
 from common.access.urls import shown
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.fields import TORN_SHARD, Fields, RawSample, SampleError, lost_sample
 from common.tars.index import load_samples
 from common.tars.samples import TornTar, sample_faults, split_name
@@ -47,7 +47,7 @@ def scan_shard(numbered: tuple[int, ScanJob]) -> tuple[int, Scan]:
         scan.num_samples += 1
         scan.is_torn |= sample.cause == TORN_SHARD
         if job.strict and sample.fault:
-            raise UserError(f"{sample.fault}; shard {shown(job.path)}, key {sample.key}; "
+            raise UserError(f"{sample.fault}; shard {shown(job.path)}, key {printable(sample.key)}; "
                             "python -m common.check_shards --fix OUT writes clean shards, --on_error skip goes on "
                             "without such samples")
         if job.fields is not None:
@@ -60,7 +60,7 @@ def _look(scan: Scan, sample: RawSample, fields: Fields) -> None:
         sample.check()
         label, category = fields.label(sample), fields.category(sample)
     except SampleError as error:  # counted, with shard and key, when training reaches it
-        scan.error = scan.error or f"{error}; key {sample.key}"
+        scan.error = scan.error or f"{error}; key {printable(sample.key)}"
         return
     scan.labels.add(label)
     if category is not None:

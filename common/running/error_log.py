@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from common.collate import Batch, SkippedSample
 from common.distributed import World
+from common.errors import one_line, printable
 from common.files import writing
 from common.launching.failure import SharedError
 
@@ -42,14 +43,14 @@ class ErrorLog:
         for bad in batch.skipped:
             if (kind, bad.shard, bad.count) not in self.causes:
                 self._new[kind, bad.shard, bad.count] = bad.cause
-            self.latest = f"{bad.detail}; shard {bad.shard}, key {bad.key}"
+            self.latest = f"{bad.detail}; shard {bad.shard}, key {printable(bad.key)}"
             if self.path is not None:
                 self._append(self.path, batch, bad, kind)
             now = time.monotonic()
             if now - self._told_seconds.get(bad.cause, -SECONDS_BETWEEN_LINES) >= SECONDS_BETWEEN_LINES:
                 self._told_seconds[bad.cause] = now
                 num_alike = Counter((self.causes | self._new).values())[bad.cause]
-                tqdm.write(_printable(f"skipped: {self.latest}; rank {self.world.rank}, {num_alike} of "
+                tqdm.write(one_line(f"skipped: {self.latest}; rank {self.world.rank}, {num_alike} of "
                                       f"this cause so far{f', all in {self.path}' if self.path else ''}"))
         return len(self._new)
 
@@ -94,8 +95,3 @@ def summary(counts: Counter[str]) -> str:
     causes = ", ".join(f"{count} {cause}" for cause,
                        count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     return f"{counts.total()} samples: {causes}"
-
-
-def _printable(text: str) -> str:
-    """One line, whatever a key or a decoder's message holds."""
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()

@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, Protocol
 
+from common.errors import printable
+
 BLOCK = 512
 MAX_TEXT = 1 << 20  # bytes of a long name or of PAX records: more is damage or malice
 MAX_MEMBER = 0x7FFFF000  # bytes of a file that is read into memory: what one call of Linux reads
@@ -129,18 +131,18 @@ class Walker:
         offset = self.source.position
         is_file = kind in _FILES and not (kind == b"\0" and name.endswith(b"/"))
         size = size if is_file or kind not in b"123456" else 0  # links, devices and folders have no data
-        yield TarEntry(name.decode("utf-8", "surrogateescape"), offset, size, "file" if is_file else "link"
-                    if kind in _LINKS else "other")
+        text = name.decode("utf-8", "surrogateescape")
+        yield TarEntry(text, offset, size, "file" if is_file else "link" if kind in _LINKS else "other")
         rest = offset + size - self.source.position
         if rest > 0 and self.source.skip(rest) < rest:
-            raise TarError(f"cut short within the member {_shown(name)} at byte {start}")
+            raise TarError(f"cut short within the member {printable(text)} at byte {start}")
         self.source.skip(-size % BLOCK)
 
     def data(self, entry: TarEntry) -> bytes:
         """The bytes of the member that was given out last. Raises TarError where they are cut."""
         data = self.source.read(entry.size)
         if len(data) < entry.size:
-            raise TarError(f"cut short within the member {entry.name} at byte {entry.offset}")
+            raise TarError(f"cut short within the member {printable(entry.name)} at byte {entry.offset}")
         return data
 
     def _text(self, size: int, start: int) -> bytes:
@@ -216,7 +218,3 @@ def _pax_records(text: bytes, start: int) -> dict[bytes, bytes]:
         records[key] = value
         place += length
     return records
-
-
-def _shown(name: bytes) -> str:
-    return name.decode("utf-8", "replace")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.tars.format import BLOCK, MAX_MEMBER, ByteFile, TarEntry, TarError, Walker
 
 RESCUE = "copy or write it again, or save what can be saved: python -m common.check_shards --fix OUT"
@@ -60,9 +60,11 @@ def is_sample_file(entry: TarEntry) -> bool:
     if is_side_file(entry.name) or not split_name(entry.name)[1] or entry.kind == "other" or _is_meta(entry.name):
         return False
     if entry.kind == "link":
-        raise TarError(f"{entry.name} is a link without data: pack with tar --dereference --hard-dereference")
+        raise TarError(f"{printable(entry.name)} is a link without data: pack with tar --dereference "
+                       "--hard-dereference")
     if entry.size > MAX_MEMBER:
-        raise TarError(f"{entry.name} has {entry.size} bytes, more than the {MAX_MEMBER} that are read into memory")
+        raise TarError(f"{printable(entry.name)} has {entry.size} bytes, more than the {MAX_MEMBER} "
+                       "that are read into memory")
     return True
 
 
@@ -89,7 +91,7 @@ def scattered() -> str:
 
 def duplicate(extension: str) -> str:
     """What is told of a sample that holds the same file twice."""
-    return f"two files with the extension {extension}"
+    return f"two files with the extension {printable(extension)}"
 
 
 def _twice(extensions: Iterable[str]) -> str:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
+from common.errors import printable
+
 NUM_LISTED = 10
 NUM_LABELS = 10
 
@@ -85,7 +87,7 @@ class EpochReport:
     def _labels(self) -> str:
         if len(self.labels) > NUM_LABELS:
             return f"{len(self.labels)} labels, {min(self.labels.values())} to {max(self.labels.values())} each"
-        return ", ".join(f"{_printable(name)} {count}" for name, count in self.labels.items())
+        return ", ".join(f"{printable(name)} {count}" for name, count in self.labels.items())
 
 
 HEADER = ["epoch", "steps x ranks", "distinct", "seen once", "repeated", "missing", "skipped",
@@ -128,11 +130,6 @@ class AuditReport:
                 lines.append(f"    and {found['count'] - len(found['examples'])} more")
         lines.append(f"{'kept' if self.kept else 'broken'}: {self.promise}")
         return "\n".join(lines)
-
-
-def _printable(name: str) -> str:
-    """The name of a class on one line, without what a terminal could stumble over."""
-    return "".join(char if char.isprintable() else " " for char in name)
 
 
 def _table(rows: list[list[str]]) -> list[str]:
