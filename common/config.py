@@ -19,11 +19,11 @@ from common.flags import flag, parse, underscored
 _data, _model, _optimisation = (partial(flag, group=name) for name in ("data", "model", "optimisation"))
 
 RANGES: dict[str, tuple[float, float]] = {  # of numbers: from the first up to, not including, the second
-    **dict.fromkeys(("batch_size", "n_epochs", "accum", "image_size", "report_growth", "epoch_samples", "max_steps",
-                     "save_every", "timeout"), (1, math.inf)),
-    **dict.fromkeys(("num_workers", "max_errors", "weight_decay", "warmup_epochs", "clip_grad", "lr", "report_s",
-                     "cache_size"), (0, math.inf)),
-    "shuffle": (-1, math.inf), "momentum": (0, 1), "label_smoothing": (0, 1), "seed": (0, 1 << 63),
+    **dict.fromkeys(("batch_size", "n_epochs", "accum", "epoch_samples", "max_steps", "save_every"), (1, 10**12)),
+    **dict.fromkeys(("weight_decay", "warmup_epochs", "clip_grad", "lr", "report_s"), (0, math.inf)),
+    "shuffle": (-1, 10**12), "max_errors": (0, 10**12), "cache_size": (0, 10**12), "num_workers": (0, 1000),
+    "image_size": (1, 1 << 16), "report_growth": (1, math.inf), "timeout": (1, 10**6),  # sockets wait for 24 days
+    "momentum": (0, 1), "label_smoothing": (0, 1), "seed": (0, 1 << 63),
 }
 
 
