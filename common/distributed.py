@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.launching.failure import RankError, SharedError, explain, leave, own_error
+from common.launching.failure import RankError, SharedError, explain, leave, own_error, told_memory
 from common.launching.launch_env import Launch, tasks_without_srun
 from common.launching.rendezvous import meet
 from common.launching.threads import own_seat, share_cores
@@ -100,7 +100,9 @@ class World:
             raise SharedError(messages[0])
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error, so that one rank alone tells it. Nothing new where this rank is alone."""
+        """What to raise in place of an error, so that one rank alone tells it, in words where memory ran out."""
+        if (told := told_memory(error)) is not None:
+            error = self.own_error(told)
         if self.size == 1:
             return error
         return explain(error, rank=self.rank, timeout_seconds=self.timeout_seconds)
@@ -115,7 +117,14 @@ def single_process(device: torch.device) -> Iterator[World]:
     """A world of one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    yield World(rank=0, size=1, local_rank=0, device=device)
+    world = World(rank=0, size=1, local_rank=0, device=device)
+    try:
+        yield world
+    except Exception as error:
+        explained = world.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 @contextmanager
@@ -133,7 +142,8 @@ def process_group(devices: list[torch.device], timeout_seconds: float,
         several = f"this Slurm job has {tasks} tasks: srun python" if tasks else "several: torchrun --nproc_per_node=N"
         print(f"no launcher: a world of one ({several} ...)", flush=True)
         dist.init_process_group(_backend(world), store=dist.HashStore(), rank=0, world_size=1)  # DDP asks for a group
-        yield world
+        with single_process(world.device) as alone:
+            yield alone
         dist.destroy_process_group()
         return
     launch.set_env(os.environ)

@@ -112,8 +112,12 @@ class Loader:
             timeout=patience(self.timeout_seconds) / max(4, math.ceil(self.timeout_seconds / CHECK_SECONDS)),
         )
         let_threads_settle()
-        with deaf():  # as the workers are from their birth
-            return iter(loader)
+        try:
+            with deaf():  # as the workers are from their birth
+                return iter(loader)
+        except OSError as error:
+            raise UserError(f"{self.num_workers} loader workers cannot be started ({error.strerror or error}); -w; "
+                            f"on {os.uname().nodename}: lower -w, or raise the limits (ulimit -u, -n)") from None
 
 
 def checked(piece: MadePiece) -> MadePiece:

@@ -62,8 +62,8 @@ def fit(run: Run) -> str:
     run.stepper.warm_up(run.loader.dataset.transform.size)
     try:
         return "stopped" if _train(run) else "complete"
-    except (UserError, torch.OutOfMemoryError) as error:
-        raise run.world.own_error(_explained(error)) from None
+    except UserError as error:
+        raise run.world.own_error(error) from None
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
             raise
@@ -97,13 +97,6 @@ def _train(run: Run) -> bool:
             save(run, "last.pt")
     batches.close()  # after an error the workers die with this process, which waits for nothing
     return stop
-
-
-def _explained(error: Exception) -> Exception:
-    if not isinstance(error, torch.OutOfMemoryError):
-        return error
-    reason = str(error).splitlines()[0][:160]
-    return UserError(f"the device is out of memory ({reason}); --batch_size; lower -b, raise --accum or use --amp bf16")
 
 
 def end_epoch(run: Run, stop: bool) -> bool:

@@ -40,6 +40,17 @@ def test_a_world_of_one_needs_nobody():
         assert world.on_main(lambda: 3) == 3
 
 
+def test_memory_that_ran_out_is_told_in_words():
+    with pytest.raises(UserError, match=r"machine is out of memory .can't allocate memory.*; -b, -w or --image_size"), \
+            single_process(CPU):
+        torch.zeros(10**15)
+    with pytest.raises(UserError, match="device is out of memory .CUDA out of memory.*; --batch_size"), \
+            single_process(CPU):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nmore")
+    with pytest.raises(RuntimeError, match="a bug"), single_process(CPU):
+        raise RuntimeError("a bug")
+
+
 def test_an_error_of_rank_0s_work_or_of_any_rank_reaches_all():
     world = World(0, 1, 0, CPU)
     with pytest.raises(UserError, match="what; where"):

@@ -22,6 +22,7 @@ from common.collate import Batch, MadePiece, SkippedSample, assemble
 from common.coverage import split_order
 from common.dataset import EpochPlan, ExactSource, StreamSource
 from common.distributed import World
+from common.errors import UserError
 from common.fields import Fields
 from common.loader import Loader, on_device
 from common.mixing import Mix
@@ -60,6 +61,16 @@ def test_a_rank_that_skips_batches_keeps_those_in_use(index: ShardIndex, ranks: 
     assert len(whole) == 72
     parts = [read(rank, ranks, workers, 0.03) for rank in range(ranks)]
     assert {key: value for part in parts for key, value in part.items()} == whole
+
+
+def test_workers_that_cannot_be_started(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("common.loader.DataLoader.__iter__", refuse)
+    validation = make_validation(index, 2, 3, World(0, 1, 0, torch.device("cpu")), Fields(), 32)
+    with pytest.raises(UserError, match="3 loader workers cannot be started .Resource temporarily unavailable.; -w"):
+        pixels(validation.batches())
 
 
 def test_only_the_plan_warns_of_more_workers_than_cores(

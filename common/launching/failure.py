@@ -76,6 +76,20 @@ def own_error(error: Exception, rank: int, size: int) -> Exception:
     return UserError(f"rank {rank} ({os.uname().nodename}): {error}")
 
 
+def told_memory(error: BaseException) -> UserError | None:
+    """What to say where memory ran out, of a GPU or of the machine; None for any other error."""
+    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return UserError(f"the device is out of memory ({reason[:160]}); --batch_size; lower -b, raise --accum or use "
+                         "--amp bf16")
+    words = ("can't allocate memory", "cannot allocate memory", "storage size calculation overflowed")
+    if isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError | OSError) and any(word in reason.lower() for word in words)):
+        return UserError(f"the machine is out of memory ({reason.rpartition('Allocator: ')[2][:160]}); -b, -w or "
+                         "--image_size; lower it, or raise --accum")
+    return None
+
+
 def leave(rank: int, size: int) -> None:
     """After `explain`, once: close the connections, so that the others notice. The store stays for them to read."""
     if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
