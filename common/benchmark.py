@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import UserError, one_line
+from common.tool import run_tool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,4 +107,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

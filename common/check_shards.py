@@ -32,6 +32,7 @@ from common.indexing.info import INFO, Info, check_totals
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
 from common.shards import known_classes
+from common.tool import run_tool
 from common.writing.keys import file_names
 
 NUM_SHOWN = 20  # problems of one cause that are printed
@@ -225,4 +226,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

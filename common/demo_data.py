@@ -25,6 +25,7 @@ from common.errors import UserError, one_line
 from common.files import read_json, remedy, write_atomic
 from common.processes import available_cpus, run_jobs
 from common.sampling import hashed
+from common.tool import run_tool
 
 VERSION = 1  # of the drawings: another number, other images
 MARKER = "demo.json"  # says what a complete folder holds
@@ -168,4 +169,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from common.config import TrainConfig
+from common.tool import run_tool
 
 
 def markdown() -> str:
@@ -23,4 +24,4 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())
+    run_tool(lambda: print(markdown()))

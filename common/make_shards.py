@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from common.errors import UserError, one_line
 from common.processes import run_jobs
+from common.tool import run_tool
 from common.writing.command_line import ADVICE, either_spelling, make_parser
 from common.writing.manifest import MANIFESTS, from_manifest
 from common.writing.output import (
@@ -168,4 +169,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

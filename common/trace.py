@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
 from common.files import remedy
+from common.tool import run_tool
 
 if TYPE_CHECKING:  # reading a trace needs no torch
     from common.collate import Batch
@@ -128,4 +129,4 @@ def _report(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -43,6 +43,13 @@ def test_only_scripts_know_the_config() -> None:
         assert "config" not in imports(tree) or name == "flag_table", name
 
 
+def test_every_tool_ends_alike() -> None:
+    """Quietly, where nobody reads on."""
+    for path in (ROOT / "common").rglob("*.py"):
+        _, main, end = path.read_text().partition('\nif __name__ == "__main__":\n')
+        assert not main or end.startswith("    run_tool("), path
+
+
 def test_sampling_is_arithmetic_alone() -> None:
     code = "import sys, common.sampling, common.mixing, common.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -582,13 +583,58 @@ def test_a_torn_line_is_dropped_at_the_end_and_an_error_elsewhere(tmp_path, caps
 
 @pytest.mark.parametrize(("field", "value"), [
     ("worker", [0]), ("count", ["x", "y", "z", "u"]), ("count", [None] * 4), ("step", "3"), ("epoch", None),
-    ("shard", [[1]] * 4), ("label", 3), ("attempt", 5), ("attempt", -1),
+    ("shard", [[1]] * 4), ("label", 3), ("attempt", 5), ("attempt", -1), ("worker", ["0"] * 4), ("worker", [{}] * 4),
+    ("label", [None] * 4), ("label", [[1]] * 4), ("key", [7] * 4), ("count", [True] * 4), ("worker", [-(10**30)] * 4),
 ])
 def test_a_row_with_fields_of_another_kind_is_an_error(tmp_path, capsys, field, value):
     run = make_run(tmp_path)
     run.rows[0][1][field] = value
     run.write()
     unreadable(run, capsys)
+
+
+@pytest.mark.parametrize(("file", "field", "value"), [
+    ("errors", "shard", []), ("errors", "count", "1"), ("errors", "count", 1e999), ("errors", "epoch", [0]),
+    ("plan", "classes", [None]), ("plan", "shard_names", 3), ("plan", "shard_sizes", [0.5] * 3), ("plan", "mix", []),
+    ("plan", "max_steps", "x"), ("config", "plans", True), ("status", "attempts", {"a": 1}),
+    ("status", "attempts", [{"epoch": 0, "step": 1e999, "global_step": 0, "position": 0}]),
+])
+def test_files_with_values_of_another_kind_are_unreadable(tmp_path, capsys, file, field, value):
+    run = make_run(tmp_path)
+    run.errors = [{"shard": "train-0000", "key": "k", "count": 1, "epoch": 0}]
+    files = {"errors": run.errors[0], "plan": run.config["plan"], "config": run.config, "status": run.status}
+    files[file][field] = value
+    run.write()
+    unreadable(run, capsys)
+
+
+@pytest.mark.parametrize("count", [9, 10, 10**30])
+def test_a_skipped_sample_beyond_what_was_seen_of_its_shard(tmp_path, count):
+    """Where the sizes are not known, it is none of those that the rows name."""
+    run = make_run(tmp_path, "resampled", (9, 9))
+    run.config["plan"]["shard_names"] = run.config["plan"]["shard_sizes"] = None
+    for key in ("worker", "shard", "count", "key", "label", "replica"):
+        del run.rows[1][1][key][2]
+    run.errors = [{"shard": "train-0001", "key": "k", "count": count, "epoch": 0}]
+    assert judge(run).kept
+
+
+def test_a_beginning_that_contradicts_its_position(tmp_path):
+    run = make_run(tmp_path)
+    run.status["attempts"][0]["step"] = 1
+    assert not judge(run).kept
+
+
+def test_a_reader_who_leaves_is_no_error(tmp_path):
+    """`| head` closes the pipe: no traceback, and no verdict that was never given."""
+    make_run(tmp_path).write()
+    for arguments in (("common.trace", str(tmp_path)), ("common.trace", "--help")):
+        reading, writing = os.pipe()
+        os.close(reading)
+        result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
+                                timeout=60)
+        os.close(writing)
+        assert (result.returncode, result.stderr) == (141, b"")
 
 
 def test_shards_of_another_run_are_refused_and_stand_in_for_lost_sizes(tmp_path, capsys):

@@ -43,7 +43,8 @@ class RecordedPlan:
         if not isinstance(values, dict):
             raise UserError(f"config.json has no plan{end}")
         for field in fields(cls):
-            if field.default is MISSING and not isinstance(values.get(field.name), str if field.type == "str" else int):
+            value, default = values.get(field.name, field.default), field.default
+            if type(value) is not (str if field.type == "str" else int) and (default is MISSING or value != default):
                 raise UserError(f"the plan in config.json has no {field.name}{end}")
         plan = cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
         if plan.sampling not in MODES or min(plan.global_batch, plan.world_size, plan.epoch_samples) < 1:
@@ -69,7 +70,7 @@ class Attempt:
     def place(self, epoch: int, step: int) -> Step:
         """Which samples of the epoch, and which step of the run, a step is. Past the end of the epoch it is empty."""
         plan, done = self.plan, self._done(epoch)
-        start = min(done.position + (step - done.step) * plan.global_batch, plan.epoch_samples)
+        start = min(max(done.position + (step - done.step) * plan.global_batch, 0), plan.epoch_samples)
         stop = min(start + plan.global_batch, plan.epoch_samples)
         return Step(epoch, step, done.global_step + step - done.step, start, stop)
 

@@ -21,7 +21,7 @@ from common.tracing.attempt import Attempt
 from common.tracing.epoch import EpochCount
 from common.tracing.promise import Exact, Found, Resampled, Split
 from common.tracing.report import AuditReport, Faults
-from common.tracing.rows import DAMAGED, Row, merged
+from common.tracing.rows import Row, merged
 from common.tracing.run import RecordedRun
 
 T = TypeVar("T")
@@ -170,13 +170,9 @@ class _Auditor:
 
     def _find(self, attempt: Attempt, place: Step, row: Row) -> Found:
         """The row's samples as numbers."""
-        try:
-            shards = np.array([self.numbers.get(name, -1) for name in row.shard], dtype=np.int64)
-            counts = np.array(row.counts, dtype=np.int64)
-            known = (shards >= 0) & (counts >= 0) & (counts < self.run.shard_sizes[shards])
-        except (TypeError, ValueError, OverflowError):
-            where = f"{self.run.folder}, rank {row.file_rank}, epoch {row.epoch} step {row.step}"
-            raise UserError(f"not a row of a trace; {where}; {DAMAGED}") from None
+        shards = np.array([self.numbers.get(name, -1) for name in row.shard], dtype=np.int64)
+        counts = np.array(row.counts, dtype=np.int64)
+        known = (shards >= 0) & (counts >= 0) & (counts < self.run.shard_sizes[shards])
         return Found(attempt, place, row, shards, np.where(known, self.run.offsets[shards] + counts, -1))
 
     def _finish(self, place: Step) -> None:

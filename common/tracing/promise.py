@@ -47,7 +47,7 @@ class Resampled:
         """Hold a row against the promise. Returns how many samples that were planned for it are not there."""
         size, plan = len(found.ids), found.attempt.plan
         expected = plan.global_batch // plan.world_size
-        fewer = size < expected and len(self.run.skipped_in(found.place.epoch)) > 0
+        fewer = size < expected and found.place.epoch in self.run.skipped
         if size != expected and not fewer:
             self.faults.add("size", f"{found.where()}: {size} samples, planned {expected}")
         return max(expected - size, 0)

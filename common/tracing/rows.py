@@ -18,7 +18,8 @@ from common.errors import UserError
 
 _NUMBERS = ("attempt", "epoch", "step", "rank", "world_size")
 DAMAGED = "it was changed or damaged and cannot be judged"
-_LISTS = ("worker", "shard", "count", "key", "label")
+_LISTS = {"worker": int, "shard": str, "count": int, "key": str, "label": int}
+BEYOND = 1 << 31  # whatever counts workers, labels or the samples of a shard
 
 
 class Row(NamedTuple):
@@ -86,7 +87,7 @@ def last_row(path: Path, file_rank: int, block: int = 1 << 16) -> Row | None:
 def _parse(line: bytes, file_rank: int, where: str) -> Row:
     try:
         return _row(json.loads(line), file_rank)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"not a row of a trace; {where}; {DAMAGED}") from None
 
 
@@ -94,7 +95,15 @@ def _row(values: dict[str, Any], file_rank: int) -> Row:
     numbers, lists = [values[name] for name in _NUMBERS], [values[name] for name in _LISTS]
     if not all(type(number) is int and number >= 0 for number in numbers) or len({len(items) for items in lists}) != 1:
         raise ValueError("a field that no row has")
+    if not all(map(_is_list, lists, _LISTS.values())):
+        raise ValueError("a field of another kind")
     return Row(*numbers, *lists, file_rank=file_rank)  # type: ignore[misc]
+
+
+def _is_list(items: Any, kind: type) -> bool:
+    """Whether it holds strings, or numbers that an array can take, and nothing else. Called a lot."""
+    alike = type(items) is list and set(map(type, items)) <= {kind}
+    return alike and (kind is str or max(map(abs, items), default=0) < BEYOND)
 
 
 def merged(folder: str | Path, is_live: Callable[[Row], bool]) -> Iterator[list[Row]]:
@@ -113,7 +122,5 @@ def survey(folder: str | Path) -> tuple[dict[int, tuple[int, int]], dict[str, in
             first = (row.epoch, row.step)
             firsts[row.attempt] = min(firsts.get(row.attempt, first), first)
             for shard, count in zip(row.shard, row.counts, strict=True):
-                if type(shard) is not str or type(count) is not int:
-                    raise UserError(f"not a row of a trace; {path} step {row.step}; {DAMAGED}")
                 sizes[shard] = max(sizes.get(shard, 0), count + 1)
     return firsts, dict(sorted(sizes.items()))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -18,7 +19,7 @@ import numpy as np
 from common.errors import UserError
 from common.sampling import Progress, Step
 from common.tracing.attempt import Attempt, RecordedPlan, begin_from_rows, with_limits
-from common.tracing.rows import Row, rank_files, survey
+from common.tracing.rows import BEYOND, Row, rank_files, survey
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,20 @@ class RecordedRun:
         plan = config.get("plan")
         if not isinstance(plan, dict):
             raise UserError(f"config.json has no plan; {folder}; it cannot be judged")
-        names, sizes = plan.get("shard_names") or [], plan.get("shard_sizes") or []
+        names, sizes = _listed(plan, "shard_names", str), _listed(plan, "shard_sizes", int)
         if shards:
             names, sizes = _compare(names, sizes, shards)
-        known, begins = len(sizes) == len(names) > 0, status.get("attempts") or config.get("attempts")
+        if not all(0 <= size < BEYOND for size in sizes):
+            raise UserError(f"config.json has absurd sizes of shards; {folder}; it cannot be judged")
+        known, begins = len(sizes) == len(names) > 0, _listed(status, "attempts", dict)
+        begins = begins or _listed(config, "attempts", dict)
         if not known and plan.get("sampling") == "exact":
             raise UserError(f"config.json has no sizes of shards; {folder}; name the shards with -s")
         firsts, seen = ({}, {}) if known and begins else survey(folder)
         if not known:
             names, sizes = list(seen), list(seen.values())
         run = cls(folder, _attempts(config, begins, firsts), status.get("state"), names,
-                  np.asarray(sizes, dtype=np.int64), known, plan.get("classes"))
+                  np.asarray(sizes, dtype=np.int64), known, _listed(plan, "classes", str) or None)
         run._check_sizes()
         run.skipped.update(_skipped(run))
         return run
@@ -114,11 +118,19 @@ def _load(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
         if default is not None:
             return default
         raise UserError(f"no {path.name}; {path.parent}; give the run's --output") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"not readable ({error}); {path}; it cannot be judged") from None
     if not isinstance(value, dict):
         raise UserError(f"not an object; {path}; it cannot be judged")
     return value
+
+
+def _listed(values: dict[str, Any], name: str, kind: type) -> list[Any]:
+    """A list of a run's files, empty where there is none. Raises UserError for one of something else."""
+    items = values.get(name) or []
+    if type(items) is not list or not all(type(item) is kind for item in items):
+        raise UserError(f"{name} in config.json or status.json holds something else; it cannot be judged")
+    return items
 
 
 def _compare(names: list[str], sizes: list[int], shards: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -136,9 +148,9 @@ def _compare(names: list[str], sizes: list[int], shards: Sequence[str]) -> tuple
     return list(planned), list(planned.values())
 
 
-def _attempts(config: dict[str, Any], begins: Any, firsts: dict[int, tuple[int, int]]) -> list[Attempt]:
+def _attempts(config: dict[str, Any], begins: list[Any], firsts: dict[int, tuple[int, int]]) -> list[Attempt]:
     """Every attempt with its plan and beginning; the latter from each one's first row where no file has it."""
-    plans = list(config.get("plans") or [])
+    plans = _listed(config, "plans", dict)
     attempts: list[Attempt] = []
     for number in range(len(begins) if begins else max(firsts, default=0) + 1):
         plan = RecordedPlan.from_dict(plans[number] if number < len(plans) else config.get("plan"), number)
@@ -149,22 +161,23 @@ def _attempts(config: dict[str, Any], begins: Any, firsts: dict[int, tuple[int, 
 
 def _progress(values: Any, number: int) -> Progress:
     try:
-        return Progress(**{f.name: int(values[f.name]) for f in fields(Progress)})
-    except (KeyError, TypeError, ValueError):
+        return Progress(**{f.name: operator.index(values[f.name]) for f in fields(Progress)})
+    except (KeyError, TypeError):
         raise UserError(f"status.json does not say where attempt {number} began; it cannot be judged") from None
 
 
 def _skipped(run: RecordedRun) -> dict[int, np.ndarray]:
-    """The samples in errors.jsonl, by epoch, as ids. A torn last line is left out."""
-    path, offsets = run.folder / "errors.jsonl", dict(zip(run.shard_names, run.offsets.tolist(), strict=True))
+    """The samples in errors.jsonl, by epoch, as ids, those of shards that are known. A torn last line is left out."""
+    path, numbers = run.folder / "errors.jsonl", {name: number for number, name in enumerate(run.shard_names)}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     found: dict[int, set[int]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            shard, count, epoch = entry["shard"], int(entry["count"]), int(entry["epoch"])
-        except (ValueError, KeyError, TypeError):
+            shard, count, epoch = numbers.get(entry["shard"]), operator.index(entry["count"]), entry["epoch"]
+            ids = found.setdefault(epoch, set()) if entry.get("kind", "train") == "train" else set()
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"not a skipped sample; {path} line {number}; it cannot be judged") from None
-        if shard in offsets and entry.get("kind", "train") == "train":
-            found.setdefault(epoch, set()).add(offsets[shard] + count)
+        if shard is not None and 0 <= count < run.shard_sizes[shard]:
+            ids.add(int(run.offsets[shard]) + count)
     return {epoch: np.array(sorted(ids), dtype=np.int64) for epoch, ids in found.items()}
