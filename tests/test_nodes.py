@@ -63,6 +63,16 @@ def test_what_differs_is_named_on_every_rank():
     assert "--output is 'x'" in errors[0] and "batch_size" not in errors[0]
 
 
+def test_no_password_is_told():
+    def settings(password: str, shards: str = "a"):
+        url = f"https://user:{password}@host/{shards}.tar?token={password}"
+        return lambda world: check_same_settings(world, {"shard_path": (url,), "val_path": ()})
+
+    for other, words in ((settings("guess"), "the password"), (settings("s3cret", "b"), "https://host/b.tar")):
+        errors = Ranks(2).call([settings("s3cret"), other])
+        assert words in errors[0] and "s3cret" not in errors[0] and "guess" not in errors[0]
+
+
 def test_the_gpu_is_each_ranks_own():
     assert Ranks(2).call([lambda world: check_same_settings(world, {"gpu": (world.rank,)})] * 2) == [None, None]
 

@@ -441,7 +441,10 @@ def test_training_from_http(server: Server, tmp_path: Path) -> None:
     """Two ranks: streaming in split; exact through a cold cache; a stall is told before the process group gives up."""
     pattern = f"{server.url}/cut/test-{{0000..0002}}.tar"
     common = (*TINY, "-b", 2, "-w", 1, "--n_epochs", 1, "--trace", "save")
-    run("train_single.py", "-s", pattern, *common, "--sampling", "split", "--output", tmp_path / "split").check()
+    run("train_single.py", "-s", f"{pattern}?token=s3cret", *common, "--sampling", "split", "--output",
+        tmp_path / "split").check()
+    kept = [path for path in (tmp_path / "split").rglob("*") if path.is_file()]
+    assert len(kept) > 4 and not any(b"s3cret" in path.read_bytes() for path in kept)
     run("train_ddp.py", "-s", pattern, *common, "--sampling", "exact", "--cache_dir", tmp_path / "cache", "--output",
         tmp_path / "exact", ranks=2).check()
     keys = sorted(key for lines in trace(tmp_path / "exact").values() for row in lines for key in row["key"])

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from common.errors import UserError
@@ -37,6 +39,15 @@ def shown(path: str) -> str:
     if parts is None:  # nobody can say which part of it is the password
         return re.sub("://.*", "://…", path, flags=re.DOTALL) if "@" in path else re.split("[?#]", path)[0]
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they may be printed and kept: with each URL among them as `shown`."""
+    def as_shown(value: Any) -> Any:
+        return shown(value) if isinstance(value, str) else value
+
+    return {name: tuple(map(as_shown, value)) if isinstance(value, tuple) else as_shown(value)
+            for name, value in settings.items()}
 
 
 def parsed(url: str) -> SplitResult:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from common.access.urls import shown_settings
 from common.distributed import World
 from common.errors import UserError
 from common.launching.failure import SharedError
@@ -30,7 +31,8 @@ def check_same_settings(world: World, settings: Mapping[str, Any]) -> None:
     digests = world.gather(hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    everywhere = world.gather((os.uname().nodename, values))
+    settings = {name: repr(value) for name, value in shown_settings(settings).items() if name in values}
+    everywhere = world.gather((os.uname().nodename, values | settings))
     (first_host, first), found = everywhere[0], []
     for name in dict.fromkeys(name for _, other in everywhere for name in other):
         for rank, (host, other) in enumerate(everywhere):
@@ -39,7 +41,8 @@ def check_same_settings(world: World, settings: Mapping[str, Any]) -> None:
                 found.append(f"{shown} is {first.get(name)} on rank 0 ({first_host}) "
                              f"and {other.get(name)} on rank {rank} ({host})")
                 break
-    raise SharedError(f"the ranks were started differently: {', '.join(found)}; the command of each node; "
+    what = ", ".join(found) or "the password or the query of a URL"  # which are not shown
+    raise SharedError(f"the ranks were started differently: {what}; the command of each node; "
                       "give all of them the same flags and the same software")
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common import __version__
+from common.access.urls import shown_settings
 from common.distributed import World
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
@@ -66,7 +67,8 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
 
     Every rank calls it; rank 0 writes. A failure on another rank reaches rank 0 as a lost peer, with that rank's words.
     """
-    description = {"version": __version__, "script": folder.script, "config": dict(config), "plan": plan.as_dict()}
+    config = shown_settings(config)
+    description = {"version": __version__, "script": folder.script, "config": config, "plan": plan.as_dict()}
 
     attempt = world.on_main(lambda: folder.start_attempt(asdict(state.progress)))
     try:
