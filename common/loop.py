@@ -20,7 +20,7 @@ from common.evaluation import Validation, evaluate
 from common.launching.failure import SharedError
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
-from common.profiling import profiled
+from common.profiling import UNPROFILED, profiled
 from common.running.records import Records
 from common.running.resume import take_over
 from common.running.state import State
@@ -80,9 +80,9 @@ def _train(run: Run) -> bool:
     if state.progress.step and state.progress.global_step >= run.num_steps:  # ended by --max_steps, maybe not validated
         return end_in_epoch(run)
     batches, stop = on_device(iter(run.loader), run.world.device), False
+    profile = run.records.folder.path / "profile" / f"rank{run.world.rank:05d}.json"
     if run.profile:
-        file = run.records.folder.path / "profile" / f"rank{run.world.rank:05d}.json"
-        batches = profiled(batches, file, run.world.device)
+        batches = profiled(batches, profile, run.world.device)
     while not stop and state.progress.global_step < run.num_steps:
         batch, wait_seconds = _timed(batches)
         if batch is None:
@@ -96,6 +96,8 @@ def _train(run: Run) -> bool:
         elif stop or run.save_every and state.progress.global_step % run.save_every == 0:
             save(run, "last.pt")
     batches.close()  # after an error the workers die with this process, which waits for nothing
+    if run.profile and not profile.exists():
+        run.records.report.note(f"note: no profile: it begins with step {UNPROFILED + 1} of a start; this had fewer")
     return stop
 
 

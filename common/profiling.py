@@ -18,13 +18,15 @@ from common.collate import Batch
 from common.files import writing
 
 SKIPPED, WARM_UP, ACTIVE = 1, 1, 5  # steps: the first ones allocate memory and choose algorithms
+UNPROFILED = SKIPPED + WARM_UP
 
 
 def profiled(batches: Iterator[Batch], path: Path, device: torch.device) -> Generator[Batch, None, None]:
-    """The same batches, with the profiler running on the steps SKIPPED + WARM_UP and the ACTIVE ones that follow.
+    """The same batches, with the profiler running on the ACTIVE steps that follow the first UNPROFILED ones.
 
     A step lasts until the next batch is asked for, so waiting for input is in it. The file is written after them, or at
-    the end of a shorter run; from then on nothing is measured. Raises UserError where it cannot be written.
+    the end of a shorter run, if that came to one of them; from then on nothing is measured. Raises UserError where it
+    cannot be written.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every GPU that it does not find
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -43,7 +45,7 @@ def profiled(batches: Iterator[Batch], path: Path, device: torch.device) -> Gene
             for number, batch in enumerate(batches):
                 yield batch
                 profiler.step()
-                if number + 1 == SKIPPED + WARM_UP + ACTIVE:
+                if number + 1 == UNPROFILED + ACTIVE:
                     break
         yield from batches
     finally:

@@ -96,6 +96,15 @@ def test_dp_shows_what_each_replica_gets_of_synthetic_data(tmp_path: Path) -> No
     assert "profiler" not in result.err and "error" not in result.err.lower()
 
 
+@pytest.mark.parametrize(("num_steps", "notes"), [
+    (2, ["note: no profile: it begins with step 3 of a start; this had fewer"]), (3, [])])
+def test_a_run_too_short_for_a_profile_says_so(tmp_path: Path, num_steps: int, notes: list[str]) -> None:
+    done = run("train_single.py", "--dummy", "--epoch_samples", 2 * num_steps, *TINY, "-b", 2, "-w", 0, "--n_epochs", 1,
+               "--profile", "--output", tmp_path / "run").check()
+    assert [line for line in done.out.splitlines() if line.startswith("note: no profile")] == notes
+    assert (tmp_path / "run" / "profile").exists() == (not notes)
+
+
 @pytest.mark.slow
 def test_two_ranks_draw_one_bar_and_profile_apart(tmp_path: Path) -> None:
     """On a terminal: totals of epochs and steps, from rank 0 alone, and nothing of it in stdout."""
