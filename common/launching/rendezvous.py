@@ -106,16 +106,17 @@ def _open_store(launch: Launch, timeout_seconds: float) -> dist.Store:
     alone = _from_agent() and os.environ.get("GROUP_WORLD_SIZE") == "1"
     seconds = min(timeout_seconds, AGENT_SECONDS) if alone else timeout_seconds
     try:
-        return _connect(launch, seconds)
+        return _connect(launch, seconds, timeout_seconds)
     except (dist.DistError, RuntimeError, ValueError) as error:
         if alone and not _answers(launch):
             raise _left(error, launch) from None
-        raise _refused(error, launch, seconds) from None
+        raise _refused(error, launch, timeout_seconds) from None
 
 
-def _connect(launch: Launch, seconds: float) -> dist.Store:
-    """On a thread of its own: torch keeps no time limit once somebody has taken the connection who then says nothing.
+def _connect(launch: Launch, seconds: float, timeout_seconds: float) -> dist.Store:
+    """The store: `seconds` to find anybody there, `timeout_seconds` for an answer, which takes long under load.
 
+    On a thread of its own: torch keeps no time limit once somebody has taken the connection who then says nothing.
     The thread is left behind then, as this process soon ends.
     """
     opened: Future[dist.Store] = Future()
@@ -130,11 +131,11 @@ def _connect(launch: Launch, seconds: float) -> dist.Store:
 
     threading.Thread(target=connect, daemon=True).start()
     with suppress(TimeoutError):
-        return opened.result(seconds)
+        return opened.result(timeout_seconds)
     raise RuntimeError("no answer")
 
 
-def _refused(error: Exception, launch: Launch, seconds: float) -> UserError:
+def _refused(error: Exception, launch: Launch, timeout_seconds: float) -> UserError:
     """What kept this rank from the store. A rank of each node tells it: on the node of rank 0, the one after it."""
     if launch.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         return UserError(f"the port is in use; {_place(launch)} on {_host()}; give another with --master_port or "
@@ -145,8 +146,8 @@ def _refused(error: Exception, launch: Launch, seconds: float) -> UserError:
         return RankError(f"something else than {server} answers rank {launch.rank} of {launch.size} ({reason}); "
                          f"{_place(launch)} from {_host()}; end it, or give all ranks another port with --master_port "
                          "or MASTER_PORT", told)
-    return RankError(f"rank {launch.rank} of {launch.size} did not reach {server} within --timeout {seconds:g} s "
-                     f"({reason}); {_place(launch)} from {_host()}; "
+    return RankError(f"rank {launch.rank} of {launch.size} did not reach {server} within --timeout {timeout_seconds:g} "
+                     f"s ({reason}); {_place(launch)} from {_host()}; "
                      f"check that {server} was started and that the address is its node's", told)
 
 
