@@ -44,7 +44,8 @@ class RecordedPlan:
             raise UserError(f"config.json has no plan{end}")
         for field in fields(cls):
             value, default = values.get(field.name, field.default), field.default
-            if type(value) is not (str if field.type == "str" else int) and (default is MISSING or value != default):
+            kind = {"str": str, "bool": bool}.get(str(field.type), int)
+            if type(value) is not kind and (default is MISSING or value != default):
                 raise UserError(f"the plan in config.json has no {field.name}{end}")
         plan = cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
         if plan.sampling not in MODES or min(plan.global_batch, plan.world_size, plan.epoch_samples) < 1:
