@@ -108,8 +108,7 @@ def _bytes_digest(paths: Sequence[str], infos: dict[str, Info]) -> str | None:
     for path in paths:
         if not path.endswith(".tar") or is_command(path):
             return None
-        length = infos[folder_of(path)].shards.get(basename(path), (None, None))[1]
-        lengths.append(length if is_remote(path) else os.path.getsize(path))
+        lengths.append(promised_of(path, infos).num_bytes if is_remote(path) else os.path.getsize(path))
     return None if None in lengths else _digest(lengths)
 
 

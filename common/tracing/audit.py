@@ -54,6 +54,7 @@ class _Auditor:
         self.epoch = EpochCount(0, run)
         self.num_disordered = 0  # batches out of order, before this epoch
         self.first_attempt = len(run.attempts)
+        self.all_traced = all(attempt.plan.traced for attempt in run.attempts)
 
     def audit(self) -> AuditReport:
         place = None
@@ -119,7 +120,7 @@ class _Auditor:
     def _is_untraced(self, until: Attempt | None = None) -> bool:
         """Whether an attempt that recorded nothing brought the run on from here, to where `until` took over."""
         here = (self.epoch.number, self.epoch.position)
-        if all(attempt.plan.traced for attempt in self.run.attempts) or until and until.has_begun(*here):
+        if self.all_traced or until and until.has_begun(*here):
             return False
         return not self.run.attempt_at(*here).plan.traced
 
