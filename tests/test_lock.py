@@ -37,6 +37,8 @@ def holder(path: Path) -> subprocess.Popen:
 
 def is_free(path: Path) -> bool:
     """Whether somebody else could take it."""
+    if not path.exists():
+        return True
     with open(path, "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,8 +66,8 @@ def test_the_file_is_private_and_the_lock_reentrant(tmp_path):
         lock.acquire()
         lock.release()
         assert not is_free(lock.path)
-    assert is_free(lock.path)
-    assert stat.S_IMODE(lock.path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(lock.path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
 def test_threads_exclude_each_other(tmp_path):
@@ -90,7 +92,7 @@ def test_threads_exclude_each_other(tmp_path):
 def test_processes_keep_blocks_whole(tmp_path):
     out = tmp_path / "out"
     code = ("import sys; from common.lock import NodeLock; lock = NodeLock(sys.argv[1])\n"
-            "for _ in range(30):\n"
+            "for _ in range(100):\n"
             "    with lock:\n"
             "        for line in range(5):\n"
             "            with open(sys.argv[2], 'a') as file: file.write(sys.argv[3] + '\\n')\n")
@@ -98,7 +100,7 @@ def test_processes_keep_blocks_whole(tmp_path):
     ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(3)]
     assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
     lines = out.read_text().split()
-    assert len(lines) == 3 * 30 * 5
+    assert len(lines) == 3 * 100 * 5
     assert all(len(set(lines[i : i + 5])) == 1 for i in range(0, len(lines), 5))
 
 
@@ -183,12 +185,26 @@ def test_a_child_of_a_killed_holder_does_not_keep_it(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_copy_of_the_descriptor_does_not_keep_it(tmp_path):
-    lock = NodeLock(tmp_path / "lock")
+def test_a_copy_of_the_descriptor_keeps_neither_those_who_wait_nor_those_who_come(tmp_path):
+    lock, taken = NodeLock(tmp_path / "lock"), []
+    waiting = threading.Thread(target=lambda: taken.append(NodeLock(lock.path).acquire(timeout=20)))
     with lock:
         copy = os.dup(lock._file)  # as a child has that was forked at a bad moment
-    assert is_free(lock.path)
+        waiting.start()
+        time.sleep(0.2)
+    waiting.join()
+    assert taken == [True] and not is_free(lock.path)  # at a file of its own, the first one is gone
     os.close(copy)
+
+
+def test_a_file_that_somebody_took_away_is_not_waited_at(tmp_path):
+    """A cleaner of /tmp may remove the file under its holder, who then must not remove the one that came after it."""
+    first, second = NodeLock(tmp_path / "lock"), NodeLock(tmp_path / "lock")
+    with first:
+        first.path.unlink()
+        assert second.acquire(blocking=False)
+    assert not is_free(second.path)
+    second.release()
 
 
 def test_only_the_holder_may_release(tmp_path):
