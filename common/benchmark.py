@@ -1,8 +1,8 @@
 """Where the time of the input pipeline goes, what limits it and what to turn: the loader that the scripts use, timed.
 
-python -m common.benchmark -s shards/train -b 64 -w 1 2 4           # images/s, shares of a worker's time, scaling
-python -m common.benchmark -s shards/train -w 2 --step --arch resnet50      # does the device wait for images?
-python -m common.benchmark --plan --shards 1000000 --samples_per_shard 1000 --ranks 4096 --workers 8
+    python -m common.benchmark -s shards/train -b 64 -w 1 2 4           # images/s, shares of a worker's time, scaling
+    python -m common.benchmark -s shards/train -w 2 --step --arch resnet50      # does the device wait for images?
+    python -m common.benchmark --plan --shards 1000000 --samples_per_shard 1000 --ranks 4096 --workers 8
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m common.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        "python -m common.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-s", "--shard_path", nargs="+", metavar="SHARDS", help="shards to read: folders, tars, patterns")
     add("-b", "--batch_size", type=_count, default=64, help="samples per step [64]")
@@ -69,14 +68,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--trace", action="store_true", help="also record each batch, as --trace save does")
     add("--json", action="store_true", help="print the figures as JSON too, in the last line")
     step = parser.add_argument_group("the loader against a model's step")
-    step.add_argument(
-        "--step",
-        type=int,
-        nargs="?",
-        const=-1,
-        help="time training steps on one batch again and again, and on what the "
-        "loader gives; with --plan: the step to show",
-    )
+    step.add_argument("--step", type=int, nargs="?", const=-1, help="time training steps on one batch again and again, "
+                      "and on what the loader gives; with --plan: the step of the epoch to show")
     step.add_argument("--arch", default="resnet18", help="model [resnet18]")
     step.add_argument("--amp", choices=("none", "bf16", "fp16"), default="none", help="mixed precision [none]")
     step.add_argument("--num_steps", type=_count, default=20, help="steps that are timed [20]")
@@ -90,8 +83,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         plan.add_argument(f"--{name}", type=int, default=0, help=f"show what this {name} reads [0]")
     given = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(
-        [name if not name.startswith("--") else name.replace("-", "_").replace("__", "--", 1) for name in given]
-    )
+        [name if not name.startswith("--") else name.replace("-", "_").replace("__", "--", 1) for name in given])
     if not args.plan and not args.shard_path:
         parser.error("name the shards: -s SHARDS")
     if args.mix != "none" and args.sampling == "exact":

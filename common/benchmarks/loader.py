@@ -1,6 +1,6 @@
 """Images per second of the loader that the scripts use, by number of workers, and what limits it.
 
-python -m common.benchmark -s shards/train -w 1 2 4
+    python -m common.benchmark -s shards/train -w 1 2 4
 """
 
 from __future__ import annotations
@@ -62,61 +62,39 @@ class Input:
     def loader(self, num_workers: int, transform: ImageTransform | None = None) -> Loader:
         """The scripts' loader for one rank, without an end. `transform` takes the place of the usual one."""
         plan = Plan.make(
-            self.index,
-            sampling=self.sampling,
-            mix=self.mix,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            epoch_samples=None,
-            batch_size=self.batch_size,
-            world_size=1,
-            num_workers=num_workers,
-            num_epochs=MANY_EPOCHS,
-            max_steps=None,
-        )
+            self.index, sampling=self.sampling, mix=self.mix, seed=self.seed, shuffle=self.shuffle, epoch_samples=None,
+            batch_size=self.batch_size, world_size=1, num_workers=num_workers, num_epochs=MANY_EPOCHS, max_steps=None)
         transform = transform or ImageTransform(self.image_size, self.augment)
         return train_loader(plan, self.index, 0, Progress(), Fields(), transform, skip_errors=False)
 
 
-def show_loader(
-    data: Input, num_workers: Sequence[int], num_images: int, device_name: str, trace: bool
-) -> dict[str, Any]:
+def show_loader(data: Input, num_workers: Sequence[int], num_images: int, device_name: str,
+                trace: bool) -> dict[str, Any]:
     """Time the loader with each number of workers; print and return images per second, shares and what limits."""
     device = choose_devices(device_name, None)[0]
     cores = available_cpus()
-    print(
-        f"{data.index.num_samples} images in {len(data.index.paths)} shards, batch {data.batch_size}, "
-        f"sampling {data.sampling}, mix {data.mix}, "
-        f"augment {data.augment}, size {data.image_size}; {cores} cores, device {device}, torch {torch.__version__}"
-    )
+    print(f"{data.index.num_samples} images in {len(data.index.paths)} shards, batch {data.batch_size}, sampling "
+          f"{data.sampling}, mix {data.mix}, augment {data.augment}, size {data.image_size}; {cores} cores, device "
+          f"{device}, torch {torch.__version__}")
     rates = {number: images_per_second(data, number, num_images, device, trace) for number in num_workers}
     first = next(iter(rates))
     for number, rate in rates.items():
         print(f"{number:4d} workers {rate:8.0f} images/s   {rate / rates[first]:5.2f} × {first}")
     best = max(rates, key=lambda number: rates[number])
-    seconds = stage_seconds(
-        data.loader, ImageTransform(data.image_size, data.augment, skip_rows=True), min(num_images, 512), device
-    )
+    transform = ImageTransform(data.image_size, data.augment, skip_rows=True)
+    seconds = stage_seconds(data.loader, transform, min(num_images, 512), device)
     share = shares(seconds, best, rates[best])
-    print(
-        f"a worker's time with {best} workers, {best / rates[best] * 1e6:.0f} µs an image: "
-        + ", ".join(f"{name} {value:.0%}" for name, value in share.items())
-    )
+    print(f"a worker's time with {best} workers, {best / rates[best] * 1e6:.0f} µs an image: "
+          + ", ".join(f"{name} {value:.0%}" for name, value in share.items()))
     limit = what_limits(rates, share, cores)
     print(limit)
-    return {
-        "images_per_second": rates[best],
-        "num_workers": best,
-        "per_workers": {str(k): v for k, v in rates.items()},
-        "stage_seconds": seconds,
-        "shares": share,
-        "limit": limit,
-    }
+    return {"images_per_second": rates[best], "num_workers": best,
+            "per_workers": {str(number): rate for number, rate in rates.items()}, "stage_seconds": seconds,
+            "shares": share, "limit": limit}
 
 
-def images_per_second(
-    data: Input, num_workers: int, num_images: int, device: torch.device, trace: bool = False
-) -> float:
+def images_per_second(data: Input, num_workers: int, num_images: int, device: torch.device,
+                      trace: bool = False) -> float:
     """The better of two passes of `num_images`, after the first batch, the workers running on."""
     best = 0.0
     with closing(on_device(iter(data.loader(num_workers)), device)) as batches, _recorder(trace) as record:
@@ -146,10 +124,8 @@ def what_limits(rates: dict[int, float], share: dict[str, float], cores: int) ->
         return f"limit: {best} workers on {cores} cores; turn -w up to {cores}"
     stage = max(STAGES, key=lambda name: share[name])
     if share["wait"] > share[stage]:
-        return (
-            f"limit: {best} workers wait for one of {cores} cores, the disk or the main process; "
-            "free the cores of other work, or use another -w"
-        )
+        return (f"limit: {best} workers wait for one of {cores} cores, the disk or the main process; free the cores of "
+                "other work, or use another -w")
     turn = {
         "read": "put the shards on a faster disk, or into --cache_dir, and make them larger",
         "decode": "write smaller images (python -m common.make_shards --resize 256), or give more cores and -w",

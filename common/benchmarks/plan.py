@@ -1,6 +1,6 @@
 """What the plan of exact sampling costs, and what it says: no data, no torch, any number of shards and ranks.
 
-python -m common.benchmark --plan --shards 1000000 --samples_per_shard 1000 --ranks 4096 --rank 7 --worker 3 --step 5
+    python -m common.benchmark --plan --shards 1000000 --samples_per_shard 1000 --ranks 4096 --rank 7 --worker 3
 """
 
 from __future__ import annotations

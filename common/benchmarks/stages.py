@@ -1,6 +1,6 @@
 """Where a worker's time goes: the loader's own functions, timed while it runs in this process.
 
-seconds = stage_seconds(lambda workers, transform: loader, ImageTransform(224, skip_rows=True), 512, device)
+    seconds = stage_seconds(lambda workers, transform: loader, ImageTransform(224, skip_rows=True), 512, device)
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class _TimedSource:
             yield piece, iter(self.clock.timed("read", samples.__next__), None)
 
 
-def stage_seconds(
-    make: Callable[[int, ImageTransform], Loader], transform: ImageTransform, num_images: int, device: torch.device
-) -> dict[str, float]:
+def stage_seconds(make: Callable[[int, ImageTransform], Loader], transform: ImageTransform, num_images: int,
+                  device: torch.device) -> dict[str, float]:
     """Processor seconds per image of each stage, on one thread. `collate` is what is no other stage."""
     clock, num_threads = Clock(), torch.get_num_threads()
     made = make(0, transform)

@@ -1,6 +1,6 @@
 """The loader against a model's step: does the device wait for images?
 
-python -m common.benchmark -s shards/train -w 2 --step --arch resnet50 --amp bf16
+    python -m common.benchmark -s shards/train -w 2 --step --arch resnet50 --amp bf16
 """
 
 from __future__ import annotations
@@ -41,13 +41,8 @@ def show_step(data: Input, num_workers: int, arch: str, amp: str, device_name: s
         print(f"{name:18s} {rate:8.0f} images/s")
     verdict = verdict_of(synthetic, loader, real, wait)
     print(verdict)
-    return {
-        "images_per_second": real,
-        "synthetic_images_per_second": synthetic,
-        "loader_images_per_second": loader,
-        "data_wait": wait,
-        "verdict": verdict,
-    }
+    return {"images_per_second": real, "synthetic_images_per_second": synthetic, "loader_images_per_second": loader,
+            "data_wait": wait, "verdict": verdict}
 
 
 def verdict_of(synthetic: float, loader: float, real: float, wait: float) -> str:
@@ -55,15 +50,11 @@ def verdict_of(synthetic: float, loader: float, real: float, wait: float) -> str
     if wait < 0.05:
         return f"the device does not wait: {wait:.0%} of the time goes into waiting for images; the step limits"
     if loader > synthetic:
-        return (
-            f"{wait:.0%} of the time goes into waiting, though the loader alone is fast enough: "
-            f"both use the same cores; real data reaches {real / synthetic:.0%} of the step's rate"
-        )
-    return (
-        f"the device starves: {wait:.0%} of the time goes into waiting for images, "
-            f"the loader gives {loader / synthetic:.0%} of what the step "
-        "could take; raise -w, or write smaller images (python -m common.make_shards --resize 256)"
-    )
+        return (f"{wait:.0%} of the time goes into waiting, though the loader alone is fast enough: both use the same "
+                f"cores; real data reaches {real / synthetic:.0%} of the step's rate")
+    return (f"the device starves: {wait:.0%} of the time goes into waiting for images, the loader gives "
+            f"{loader / synthetic:.0%} of what the step could take; raise -w, or write smaller images "
+            "(python -m common.make_shards --resize 256)")
 
 
 def _stepper(data: Input, arch: str, amp: str, device: torch.device) -> Stepper:
