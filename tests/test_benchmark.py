@@ -17,7 +17,8 @@ from common.benchmarks.stages import STAGES, Clock, stage_seconds
 from common.benchmarks.step import verdict_of
 from common.sampling import EpochOrder, deal
 from common.transforms import ImageTransform
-from tests.helpers import ROOT, write_shards
+from tests.benchmarks import run as claims
+from tests.helpers import ROOT, jpeg, write_shards
 
 SMALL = ("-b", "4", "--images", "12", "--image_size", "32", "--device", "cpu", "--json")
 
@@ -181,3 +182,35 @@ def test_bad_usage(arguments: tuple[str, ...]) -> None:
 def test_no_shards(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert benchmark.main(["-s", str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_claims_are_held_against_ratios_within_the_rounds(
+        shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Contenders of which one gets slower with the machine, one is not installed, and make_shards and tar for real."""
+    answers = {"ours": [100.0, 50.0, 25.0], "ours, trace": [99.0, 49.0, 26.0]}
+
+    def measure(command: list[str]) -> float | None:
+        if command[0] == "none":
+            return None
+        return answers["ours, trace" if "--trace" in command else "ours"].pop(0)
+
+    monkeypatch.setattr(claims, "measure", measure)
+    monkeypatch.setattr(claims, "COPIED_BYTES", 1)
+    for number in range(3):
+        image = tmp_path / "images" / "cat" / f"{number}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(jpeg(0, number))
+    monkeypatch.setattr(sys, "argv", ["run.py", str(shards), "--images", str(tmp_path / "images"), "--rounds", "3",
+                                      "--peers-python", "none", "--only", "ours", "ours, trace", "dali"])
+    claims.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "ours, trace / ours: 0.990 (0.98 to 1.04), claimed 0.98: kept" in lines
+    assert sum(line.startswith("make_shards / tar: ") for line in lines) == 1
+    medians = json.loads(lines[-1])
+    assert set(medians) == {"ours", "ours, trace", "make_shards", "tar"} and medians["ours"] == 50
+
+
+def test_a_contender_that_fails_is_left_out(capsys: pytest.CaptureFixture) -> None:
+    assert claims.measure([sys.executable, "-c", "print('{\"images_per_second\": 7.5}')"]) == 7.5
+    assert claims.measure([sys.executable, "-c", "raise ImportError('nvidia.dali')"]) is None
+    assert "nvidia.dali" in capsys.readouterr().err
