@@ -175,6 +175,19 @@ def test_a_bad_sample_counts_once_whoever_reads_it(tmp_path: Path) -> None:
         log.check(1)
 
 
+def test_a_resumed_run_remembers_what_it_has_skipped(tmp_path: Path) -> None:
+    """Else a run that Slurm starts again and again would never reach --max_errors."""
+    folder, output = corrupt(tmp_path / "s", lambda i: i % 2 == 0), tmp_path / "run"
+    flags = ("-s", folder, "--on_error", "skip", "--shuffle", -1, "--seed", 0, "--output", output)
+    train(*flags, "--max_steps", 1)  # 2 of the first 4 are bad
+    with open(output / "errors.jsonl", "a") as file:
+        file.write('{"kind": "train", "sha')  # of a killed rank
+    with pytest.raises(UserError, match="more than --max_errors 3 samples could not be used, 4 samples: 4 not an im"):
+        train(*flags, "--max_errors", 3, "--resume", "auto")
+    train(*flags, "--max_errors", 4, "--resume", "auto")
+    assert json.loads((output / "status.json").read_text())["state"] == "complete"
+
+
 def skipping(epoch: int, *counts: int) -> Batch:
     bad = [SkippedSample("corrupt", "corrupt: x", "s", count, "k") for count in counts]
     return Batch(torch.empty(0), torch.empty(0), Step(epoch, 0, 0, 0, 4), [], [], [], [], skipped=bad)

@@ -9,6 +9,8 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -28,12 +30,13 @@ Sample = tuple[str, str, int]  # train or val, shard, place in it
 class ErrorLog:
     """One per rank. Every rank appends to the same file, a line in one write; without a `path` nothing is listed.
 
-    A sample counts once, however many epochs read it and on whichever ranks; it is listed each time.
+    A sample counts once, however often it is read, on whichever ranks and in whichever start; it is listed each time.
     """
 
-    def __init__(self, path: Path | None, world: World, max_errors: int, attempt: int = 0):
+    def __init__(self, path: Path | None, world: World, max_errors: int, attempt: int = 0,
+                 earlier: Mapping[Sample, str] | None = None):
         self.path, self.world, self.max_errors, self.attempt = path, world, max_errors, attempt
-        self.causes: dict[Sample, str] = {}  # of what could not be used on any rank, up to the last check
+        self.causes = dict(earlier or {})  # of what could not be used on any rank, up to the last check
         self.latest = ""
         self._new: dict[Sample, str] = {}  # this rank's, since then
         self._told_seconds: dict[str, float] = {}
@@ -88,6 +91,17 @@ class ErrorLog:
                 os.write(descriptor, (json.dumps(row) + "\n").encode())
             finally:
                 os.close(descriptor)
+
+
+def listed(path: Path) -> dict[Sample, str]:
+    """Which samples a file of these lists, and why. A line that a killed rank has torn is left out."""
+    found: dict[Sample, str] = {}
+    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                row = json.loads(line)
+                found[str(row["kind"]), str(row["shard"]), int(row["count"])] = str(row["cause"])
+    return found
 
 
 def summary(counts: Counter[str]) -> str:

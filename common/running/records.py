@@ -19,7 +19,7 @@ from common.lock import NodeLock, lock_path
 from common.plan import Plan
 from common.processes import available_cpus
 from common.report import Report, ReportSettings
-from common.running.error_log import ErrorLog
+from common.running.error_log import ErrorLog, listed
 from common.running.run_folder import RunFolder
 from common.running.state import State
 from common.sampling import Progress, num_steps
@@ -82,7 +82,9 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
         with report:
             _introduce(report, world, folder, plan, state)
             report.config(config)
-            errors = ErrorLog(folder.path / "errors.jsonl", world, config["max_errors"], attempt)
+            path = folder.path / "errors.jsonl"
+            earlier = world.on_main(lambda: listed(path)) if state.progress != Progress() else {}
+            errors = ErrorLog(path, world, config["max_errors"], attempt, earlier)
             yield Records(folder, world, attempt, report, lock, errors, state, description)
     except Exception as error:
         explained = world.explain(error)
