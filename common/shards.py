@@ -62,7 +62,8 @@ class ShardIndex:
         _warn_of_gaps(paths)
         infos = {folder: read_any_info(path, storage) for folder, path in folders_of(paths).items()}
         storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
-        sizes = _known_sizes(paths, infos)
+        lengths = _lengths(paths, infos)
+        sizes = _known_sizes(paths, infos, lengths)
         num_classes, classes = known_classes(infos)
         labels = labels and not num_classes  # they are what has to be looked for
         unknown = np.arange(len(paths)) if labels else np.flatnonzero(sizes < 0)
@@ -80,7 +81,7 @@ class ShardIndex:
         if labels:
             num_classes, classes = _found_classes(scans, paths)
         index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage,
-                    _bytes_digest(paths, infos))
+                    _bytes_digest(paths, lengths))
         if scans and num_classes and not any(info.path for info in infos.values()) and _are_whole(scans, paths):
             _keep_info(index)
         return index
@@ -99,17 +100,19 @@ def _digest(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def _bytes_digest(paths: Sequence[str], infos: dict[str, Info]) -> str | None:
-    """Tells other images under the same names and numbers: the lengths of the tars, as they are or as info.json says.
+def _lengths(paths: Sequence[str], infos: dict[str, Info]) -> list[int | None]:
+    """The bytes of each shard, of a remote one as info.json says."""
+    return [promised_of(path, infos).num_bytes if is_remote(path) else os.path.getsize(path) for path in paths]
+
+
+def _bytes_digest(paths: Sequence[str], lengths: Sequence[int | None]) -> str | None:
+    """Tells other images under the same names and numbers: by the lengths of the tars.
 
     Where one is compressed or not known it is None: the same data may be compressed otherwise elsewhere.
     """
-    lengths = []
-    for path in paths:
-        if not path.endswith(".tar") or is_command(path):
-            return None
-        lengths.append(promised_of(path, infos).num_bytes if is_remote(path) else os.path.getsize(path))
-    return None if None in lengths else _digest(lengths)
+    if None in lengths or not all(path.endswith(".tar") for path in paths):
+        return None
+    return _digest(list(lengths))
 
 
 def _promised_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
@@ -117,13 +120,13 @@ def _promised_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
     return np.array([promised_of(path, infos).samples or -1 for path in paths], np.int64)
 
 
-def _known_sizes(paths: Sequence[str], infos: dict[str, Info]) -> np.ndarray:
+def _known_sizes(paths: Sequence[str], infos: dict[str, Info], lengths: Sequence[int | None]) -> np.ndarray:
     """Samples per shard as info.json has them, -1 where it does not, or where the tar is of another size than it
     says."""
     sizes = np.full(len(paths), -1, dtype=np.int64)
     for i, path in enumerate(paths):
         samples, num_bytes = promised_of(path, infos)
-        if samples is not None and (is_remote(path) or num_bytes == os.path.getsize(path)):
+        if samples is not None and num_bytes == lengths[i]:
             sizes[i] = samples
     return sizes
 
