@@ -19,7 +19,7 @@ from common.data_parallel import data_parallel
 from common.distributed import World, choose_devices, single_process
 from common.dummy import dummy_index
 from common.entry import run_script
-from common.examination import examine, trained_weights
+from common.evaluate_only import evaluate_only, trained_weights
 from common.fields import Fields
 from common.launching.device_settings import set_up_device, with_sync_bn
 from common.launching.nodes import check_same_settings
@@ -58,7 +58,7 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
         weights, validation = trained_weights(world, validation, config.resume, config.output, config.weights)
         module, _ = build_model(config.arch, validation.num_classes, weights, 0, config.image_size, new_head=False)
         recipe = Recipe(lr=0.0, amp=amp_dtype(config.amp), memory_format=memory_format)
-        return examine(module, validation, recipe, world, stop, config.predictions, config.max_errors)
+        return evaluate_only(module, validation, recipe, world, stop, config.predictions, config.max_errors)
     data = dummy_index(config.epoch_samples or 0) if config.dummy else open_shards(
         world, config.shard_path, fields, storage, config.sampling == "exact")
     check_apart(data, val_data)
@@ -96,11 +96,11 @@ def train(config: TrainConfig, world: World, devices: list[torch.device]) -> Non
 
         # What it reads.
         transform = ImageTransform(config.image_size, config.augment)
-        loader = train_loader(plan, data, world.rank, state.progress, fields, transform, config.on_error == "skip")
+        loader = train_loader(plan, data, world.rank, state.progress, fields, transform)
 
         run = Run(
             world=world, stepper=stepper, module=module, loader=loader, validation=validation, records=records,
-            state=state, stop=stop, num_steps=plan.end_step(state.progress), save_every=config.save_every,
+            plan=plan, state=state, stop=stop, num_steps=plan.end_step(state.progress), save_every=config.save_every,
             profile=config.profile)
         run.restore(saved)
         records.finish(fit(run))

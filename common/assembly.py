@@ -90,15 +90,15 @@ def choose_seed(world: World, seed: int | None, saved: Saved | None) -> int:
     return world.broadcast(secrets.randbelow(1 << 31) if seed is None else seed)
 
 
-def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fields: Fields, transform: ImageTransform,
-                 skip_errors: bool) -> Loader:
+def train_loader(plan: Plan, data: ShardIndex, rank: int, progress: Progress, fields: Fields,
+                 transform: ImageTransform) -> Loader:
     """The loader of one rank's part of every step that is left."""
     num_workers, known = plan.workers_of(rank), classified(fields, data)
     if not data.paths:
         known, transform = dummy.FIELDS, Noise(transform.size)
     mixing = Mix(plan.mix, plan.batch_size, max(num_workers, 1), plan.seed)
     source = make_source(plan, data, rank, progress)
-    dataset = BatchDataset(source, mixing, known, transform, skip_errors)
+    dataset = BatchDataset(source, mixing, known, transform, data.storage.skip_errors)
     return Loader(dataset, num_workers, timeout_seconds=data.storage.timeout_seconds)
 
 
@@ -106,7 +106,7 @@ def make_source(plan: Plan, data: ShardIndex, rank: int, progress: Progress) -> 
     """Where one rank's samples of every step that is left come from."""
     epochs = EpochPlan(
         plan.epoch_samples, plan.global_batch, plan.num_epochs, rank, plan.world_size, plan.seed, plan.shuffle,
-        drop_last=plan.sampling != "exact", progress=progress)
+        drop_last=plan.drop_last, progress=progress)
     if not data.paths:
         return DummySource(data, epochs)
     if plan.sampling == "exact":

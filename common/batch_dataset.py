@@ -69,7 +69,7 @@ class BatchDataset(IterableDataset[MadePiece]):
         made.slot = self.slot(piece.step.global_step, worker, number)
         with torch.inference_mode():
             for group in self._prepared(zip(places, samples, strict=False)):
-                with remarks():  # around each image's own: see there
+                with remarks():  # an outer block saves the one of each image 25 µs
                     for ready in group:
                         if ready.slot not in images:
                             images[ready.slot] = as_images(self.ring[ready.slot]).unbind()

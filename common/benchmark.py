@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import UserError, one_line
+from common.flags import underscored
 from common.tool import run_tool
 
 
@@ -82,8 +83,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("rank", "worker", "epoch"):
         plan.add_argument(f"--{name}", type=int, default=0, help=f"show what this {name} reads [0]")
     given = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(
-        [name if not name.startswith("--") else name.replace("-", "_").replace("__", "--", 1) for name in given])
+    args = parser.parse_args([underscored(argument) for argument in given])
     if not args.plan and not args.shard_path:
         parser.error("name the shards: -s SHARDS")
     if args.mix != "none" and args.sampling == "exact":

@@ -28,12 +28,13 @@ from common.errors import UserError, one_line
 from common.fields import Fields
 from common.files import write_atomic
 from common.indexing.folders import basename, folder_of, folders_of, promised_through_cache, read_any_info
-from common.indexing.info import INFO, Info, check_totals
+from common.indexing.info import INFO, Info, check_totals, description
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
 from common.processes import available_cpus, run_jobs
-from common.shards import known_classes
+from common.shards import classes_of, known_classes
 from common.tool import run_tool
 from common.writing.keys import file_names
+from common.writing.output import REJECTED
 
 NUM_SHOWN = 20  # problems of one cause that are printed
 
@@ -116,16 +117,18 @@ def _complete(report: CheckReport) -> None:
     labels = sum((shard.labels for shard in report.shards), Counter())
     names = {label: name for shard in report.shards for label, name in shard.names.items()}
     if not report.num_classes and labels:
-        report.num_classes = max(labels) + 1
-        if len(names) == report.num_classes:
-            report.classes = tuple(names[i] for i in range(report.num_classes))
+        path = next(shard.job.path for shard in report.shards if max(labels) in shard.labels)
+        try:
+            report.num_classes, report.classes = classes_of(labels, names, path)
+        except UserError as error:
+            report.problems.append(Problem("stray label", str(error), folder_of(path)))
     if not labels:
         folder = folder_of(report.shards[0].job.path)
         last = report.problems[-1].detail if report.problems else ""
         why = f": {last}" if last.endswith("_field") and len({p.detail for p in report.problems}) == 1 else ""
         report.problems.append(Problem("no samples", f"not one sample can be used{why}", folder))
     unused = report.num_classes - len(labels)
-    if labels and unused:
+    if labels and unused > 0:
         report.warnings.append(f"{unused} of {report.num_classes} classes have no usable sample")
     empty = [shard.job.name for shard in report.shards if not shard.num_samples]
     if empty:
@@ -165,16 +168,13 @@ def lines(report: CheckReport) -> list[str]:
 def _finish_fix(report: CheckReport, out: Path) -> str:
     """Describe the clean shards, and list what could not be saved."""
     kept = [shard for shard in report.shards if shard.num_saved]
-    info: dict[str, Any] = {"dataset size": sum(shard.num_saved for shard in kept), "num_classes": report.num_classes}
-    if report.classes:
-        info["classes"] = list(report.classes)
-    info["shards"] = [{"name": shard.job.out.name, "samples": shard.num_saved, "bytes": shard.bytes_saved}
-                      for shard in kept if shard.job.out]
+    info = description([(shard.job.out.name, shard.num_saved, shard.bytes_saved) for shard in kept if shard.job.out],
+                       report.num_classes, report.classes)
     write_atomic(out / INFO, json.dumps(info, indent=1))
     lost = [json.dumps({"path": f"{p.shard}/{p.key}", "cause": p.detail}) + "\n" for p in report.problems]
     if lost:
-        write_atomic(out / "rejected.jsonl", "".join(lost))
-    where = f", what was wrong in {out / 'rejected.jsonl'}" if lost else ""
+        write_atomic(out / REJECTED, "".join(lost))
+    where = f", what was wrong in {out / REJECTED}" if lost else ""
     return f"{info['dataset size']} samples saved in {len(kept)} clean shards; {out}{where}"
 
 
@@ -202,9 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
     print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join([*lines(report), *filter(None, [saved])]))
     return 1 if report.problems else 0
 

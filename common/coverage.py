@@ -1,8 +1,8 @@
-"""How many samples `split` sampling misses and repeats in an epoch: said before the run, from numbers alone.
+"""Who reads which shard in `split`, and how many samples that misses and repeats in an epoch: from numbers alone.
 
-`split` deals whole shards to ranks and then to workers, and cuts every rank at the same number of steps. Who has
-much to read leaves a rest; who has little reads some of it again. The start-up line says how much, and the audit
-of a trace must find the same.
+`split` deals whole shards to ranks and then to workers, and cuts every rank at the same number of steps. Workers with
+many samples leave some of them unread; workers with few read some twice. The start-up line says how many, and the
+audit of a trace must find the same.
 
     >>> split_coverage([10, 3, 7], [0, 1, 2], world_size=2, num_workers=1, batch_size=4, steps=2)
     (9, 3)

@@ -10,7 +10,6 @@ compressed samples to the same decoding, which writes pixels into the shared rin
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -23,7 +22,7 @@ import webdataset as wds
 
 from common import sampling
 from common.access.urls import shown
-from common.coverage import split_order
+from common.coverage import split_deal, split_order
 from common.errors import UserError
 from common.fields import RawSample, lost_sample
 from common.indexing.reader import ShardReader
@@ -131,16 +130,14 @@ class StreamSource:
         seed = hashed(plan.seed, epoch, BUFFER, plan.rank, worker)
         if self.resampled and plan.window >= 0:
             filled = [str(number) for number in np.flatnonzero(self.index.sizes)]
-            shards = [wds.ResampledShards(filled, deterministic=True, worker_seed=partial(int, seed))]
+            shards = wds.ResampledShards(filled, deterministic=True, worker_seed=partial(int, seed))
         else:
             order = split_order(self.index.sizes, plan.window, plan.seed, epoch)
-            dealt = partial(_dealt, place=(plan.rank, plan.world_size, worker, num_workers))
-            shards = [wds.SimpleShardList([str(number) for number in order]), dealt]
-        pipeline = wds.DataPipeline(
-            *shards,
-            partial(_read_shards, index=self.index),
-            _buffer(plan.window, seed),
-        ).repeat()
+            workers = split_deal(order, plan.world_size, num_workers)[plan.rank]
+            mine = [{"url": number} for number in (workers[worker] if worker < len(workers) else [])]
+            shards = partial(iter, mine)
+        read = partial(_read_shards, index=self.index)
+        pipeline = wds.DataPipeline(shards, read, _buffer(plan.window, seed)).repeat()
         for number, sample in enumerate(_explained(pipeline, plan.rank, worker)):
             yield hashed(seed, number, AUGMENT), sample
 
@@ -154,19 +151,6 @@ class StreamSource:
                             "use fewer workers or --sampling exact")
 
 
-def _dealt(shards: Iterable[dict[str, Any]], place: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
-    """webdataset's split by node and by worker. They ask the environment, which is put back: children inherit it."""
-    names = ("RANK", "WORLD_SIZE", "WORKER", "NUM_WORKERS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(number) for name, number in zip(names, place, strict=True)})
-    try:
-        mine = list(wds.split_by_worker(wds.split_by_node(iter(shards))))
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    yield from mine
-
-
 def _buffer(window: int, seed: int) -> Any:
     """webdataset's shuffle of compressed samples, `window` wide; nothing where samples keep their order."""
     return wds.shuffle(window, initial=min(window, 1000), rng=random.Random(seed)) if window > 0 else None
@@ -176,22 +160,18 @@ def _read_shards(shards: Iterable[dict[str, Any]], index: ShardIndex) -> Iterato
     """The samples of shards that webdataset gives out by number: it would take some names for patterns or schemes."""
     for shard in shards:
         number = int(shard["url"])
-        path, name, count, skips = index.paths[number], index.names[number], 0, index.storage.skip_errors
-        fault = ""
+        path, name, count, fault = index.paths[number], index.names[number], 0, ""
         with index.storage.open(path) as file:
             try:
                 for sample in stream_samples(file, name, shown(path)):
                     yield sample
                     count += 1
             except TornTar as error:
-                if not skips:
+                if not index.storage.skip_errors:
                     raise
                 fault = error.fault
-        if count > index.sizes[number] or count < index.sizes[number] and not skips:
-            raise UserError(f"{index.sizes[number]} samples were promised, the tar gave {count}; shard {shown(path)}; "
-                            "it was cut or changed: write or copy it again")
+        lost = index.check_count(number, count, fault)
         if count < index.sizes[number]:  # told once for all that is lost: a stream does not wait for it
-            lost = fault or f"{index.sizes[number]} samples were promised, the tar gave {count}"
             yield lost_sample(name, count, lost)
 
 

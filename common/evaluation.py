@@ -56,13 +56,12 @@ def share_buffers(module: nn.Module, world: World) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
-             stop: Callable[[int], bool], errors: ErrorLog,
-             predictions: Predictions | None = None) -> dict[str, Any] | None:
-    """Loss, top1 and top5 (percent) and the number of samples; None if a stop came. Every rank calls it.
+def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World, asked_to_stop: Callable[[], bool],
+             errors: ErrorLog, predictions: Predictions | None = None) -> dict[str, Any] | None:
+    """`loss`, `top1` and `top5` (percent), `samples`, and `confusion`, a ConfusionMatrix; None after a stop.
 
-    `stop` is asked on every rank after each round of one batch per rank, is told how many samples this rank had to
-    leave out in it, and must answer the same on all.
+    Every rank calls it. `asked_to_stop` is what this rank knows; after each round of one batch per rank all stop if
+    one of them was asked to.
     """
     share_buffers(module, world)
     module.eval()
@@ -77,7 +76,10 @@ def evaluate(module: nn.Module, data: Validation, recipe: Recipe, world: World,
                 rows.append(nothing if logits is None else _sums(batch, logits, confusion))
             if predictions is not None:
                 predictions.add(batch, logits)
-            if stop(errors.add(batch, "val") if batch is not None else 0):
+            num_new = errors.add(batch, "val") if batch is not None else 0
+            stop, num_bad = world.sum([asked_to_stop(), num_new])
+            errors.check(int(num_bad))
+            if stop:
                 batches.close()
                 return None
     finally:

@@ -3,7 +3,7 @@
 Its workers go on reading the next epoch while the model is validated, since nothing stops them at an
 epoch's end but a full queue.
 
-    for batch in on_device(Loader(dataset, batch_size=64, num_workers=2), world.device): ...
+    for batch in on_device(Loader(dataset, num_workers=2), world.device): ...
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.collate import Batch, MadePiece, assemble, shared_ring
 from common.errors import UserError
 from common.loader_workers import CHECK_SECONDS, Deaths, awaited, deaf, end_workers, patience, start_worker
 from common.orders import Orders
-from common.page_lock import PageLock
+from common.pinned_ring import PinnedRing
 from common.processes import let_threads_settle
 from common.sampling import Step
 
@@ -128,15 +128,15 @@ def checked(piece: MadePiece) -> MadePiece:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pages that are locked."""
+    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pinned memory."""
     if device.type != "cuda":
         yield from batches
         return
-    stream, lock = torch.cuda.Stream(device), PageLock(torch.cuda.cudart())
+    stream, pinned = torch.cuda.Stream(device), PinnedRing(torch.cuda.cudart())
     ahead: Batch | None = None
     try:
         for batch in batches:
-            lock.take(batch.image)  # the workers were forked before they made it
+            pinned.pin(batch.image)  # the workers were forked before they made it
             with torch.cuda.stream(stream):
                 moved = replace(batch, image=batch.image.to(device, non_blocking=True),
                                 label=batch.label.to(device, non_blocking=True))
@@ -150,4 +150,4 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch
             yield ahead
     finally:
         stream.synchronize()
-        lock.release()
+        pinned.release()

@@ -1,6 +1,6 @@
 """The one training loop: epochs of steps, and what happens every once in a while. All three scripts call `fit`.
 
-Ranks part nowhere: whatever one of them learns (a signal, a bad loss, too many bad samples) is added up over
+Ranks never diverge: whatever one of them learns (a signal, a bad loss, too many bad samples) is added up over
 all ranks once per step, and all act on the sum.
 """
 
@@ -20,6 +20,7 @@ from common.evaluation import Validation, evaluate
 from common.launching.failure import SharedError
 from common.loader import Loader, on_device
 from common.metrics import AverageMeter
+from common.plan import Plan
 from common.profiling import UNPROFILED, profiled
 from common.running.records import Records
 from common.running.resume import take_over
@@ -39,6 +40,7 @@ class Run:
     loader: Loader
     validation: Validation | None
     records: Records
+    plan: Plan
     state: State
     stop: StopSignals
     num_steps: int  # of the whole run
@@ -56,8 +58,7 @@ class Run:
 
 def fit(run: Run) -> str:
     """Train to the end, or until a stop: returns "complete" or "stopped". Every rank calls it."""
-    plan = run.records.description["plan"]
-    run.validation = run.validation and run.validation.matched(plan["num_classes"], plan["classes"])
+    run.validation = run.validation and run.validation.matched(run.plan.num_classes, run.plan.classes)
     run.module.train()
     run.stepper.warm_up(run.loader.dataset.transform.size)
     try:
@@ -111,7 +112,7 @@ def end_epoch(run: Run, stop: bool) -> bool:
     best = False
     result = None if stop else validate(run)
     if result is not None:
-        best = state.improves(result)
+        best = state.keep_best(result)
         state.progress = Progress(state.progress.epoch + 1, 0, state.progress.global_step, 0)
         state.epoch_done, state.loss, state.top1 = False, AverageMeter(), AverageMeter()
     if best:
@@ -126,7 +127,7 @@ def end_in_epoch(run: Run) -> bool:
     last.pt has these steps already, without the validation: a run killed in here comes again, to the same files.
     """
     result = validate(run)
-    if result is not None and run.state.improves(result):
+    if result is not None and run.state.keep_best(result):
         save(run, "best.pt")  # first, as ever
         save(run, "last.pt")
     return result is None
@@ -136,17 +137,12 @@ def validate(run: Run) -> dict[str, Any] | None:
     """The result of a validation, also reported; {} where there is nothing to validate on, None after a stop."""
     if run.validation is None:
         return {}
-    def stop(skipped: int) -> bool:
-        asked, num_bad = run.world.sum([asked_to_stop(run), skipped])
-        run.records.errors.check(int(num_bad))
-        return asked > 0
-
-    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, stop, run.records.errors)
+    result = evaluate(run.module, run.validation, run.stepper.recipe, run.world, lambda: asked_to_stop(run),
+                      run.records.errors)
     if result is not None:
-        records, progress = run.records, run.state.progress
-        records.report.validation(progress.epoch, progress.global_step, result)
-        classes = records.description["plan"]["classes"]
-        records.report.confusion(result["confusion"], classes, progress.global_step)
+        report, progress = run.records.report, run.state.progress
+        report.validation(progress.epoch, progress.global_step, result)
+        report.confusion(result["confusion"], run.plan.classes, progress.global_step)
     return result
 
 
@@ -172,7 +168,7 @@ def asked_to_stop(run: Run) -> bool:
     now = time.monotonic()
     if run.world.is_main and now - run.stop_looked_for_at >= 1.0:
         run.stop_looked_for_at = now
-        if run.records.folder.stop_requested():
+        if run.records.folder.take_stop_file():
             run.stop.requested = True
     return run.stop.requested
 
@@ -186,7 +182,7 @@ def train_step(run: Run, batch: Batch, wait_seconds: float) -> bool:
     """One step, its bookkeeping, and what all ranks agree on after it: whether to stop."""
     step = batch.step
     if step.global_step == 0:
-        run.records.report.images(batch, run.records.description["plan"]["classes"])
+        run.records.report.images(batch, run.plan.classes)
     outcome = run.stepper.train(batch)
     stop, loss, correct, num_samples = agree(run, batch, outcome)
     run.state.progress = Progress(step.epoch, step.step + 1, step.global_step + 1, step.stop)

@@ -20,9 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
+from common.flags import underscored
 from common.processes import run_jobs
 from common.tool import run_tool
-from common.writing.command_line import ADVICE, either_spelling, make_parser
+from common.writing.command_line import ADVICE, make_parser
 from common.writing.manifest import MANIFESTS, from_manifest
 from common.writing.output import (
     REJECTED,
@@ -147,8 +148,8 @@ def _write(plan: ShardPlan, numbers: Sequence[int], num_workers: int) -> Summary
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Exit status: 0 done, 1 an error told in one line, 2 bad usage, 130 interrupted."""
-    words = [either_spelling(word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    args = vars(make_parser(__doc__).parse_args(words))
+    given = sys.argv[1:] if arguments is None else arguments
+    args = vars(make_parser(__doc__).parse_args([underscored(argument) for argument in given]))
     source, out = args.pop("source"), args.pop("out")
     try:
         summary = make_shards(source, out, Options(**args))

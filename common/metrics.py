@@ -25,10 +25,9 @@ class AverageMeter:
     def __init__(self) -> None:
         self.value, self.total, self.weight = 0.0, 0.0, 0.0
 
-    def update(self, value: float | Tensor, weight: float = 1.0) -> None:
-        """Add `value` (a number or a tensor of one, which is waited for) with a weight, mostly a number of samples."""
-        self.value = float(value.detach() if isinstance(value, Tensor) else value)
-        weight = float(weight)
+    def update(self, value: float, weight: float = 1.0) -> None:
+        """Add `value` with a weight, mostly a number of samples."""
+        self.value = value
         if weight:  # a batch without samples may bring NaN: 0 x NaN would stay for ever
             self.total += self.value * weight
             self.weight += weight

@@ -97,16 +97,14 @@ def _tiny(num_classes: int) -> nn.Module:
     return nn.Sequential(OrderedDict(features=blocks, pool=_SoftMaximum(), head=nn.Linear(64, num_classes)))
 
 
-def normalize(
-    image: Tensor, dtype: torch.dtype = torch.float32, memory_format: torch.memory_format = torch.preserve_format
-) -> Tensor:
-    """uint8 (n, 3, H, W) -> `dtype` on the same device: (x / 255 - mean) / std, in the same layout or `memory_format`.
+def normalize(image: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """uint8 (n, 3, H, W) -> float32 on the same device: (x / 255 - mean) / std, in the same layout or `memory_format`.
 
-    Three kernels, computed in float32. Multiplication and subtraction stay apart on purpose: fused, the rounding of
+    Three kernels. Multiplication and subtraction stay apart on purpose: fused, the rounding of
     a pixel could depend on where in the batch it lies. The training step and the validation call it.
     """
     scale, shift = _scale_and_shift(image.shape[-1], image.device)
-    return image.to(torch.float32, memory_format=memory_format).mul_(scale).sub_(shift).to(dtype)
+    return image.to(torch.float32, memory_format=memory_format).mul_(scale).sub_(shift)
 
 
 @lru_cache(maxsize=16)

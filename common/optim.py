@@ -27,8 +27,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """adam, adamw or sgd over the parameters that want a gradient; the scripts call it once `module` is on its device.
 
-    Two groups, always: weights decay, norms and biases (one-dimensional) do not. Raises UserError for a name
-    or a model that is none, and as torch does for numbers.
+    Two groups, always: weights decay, norms and biases (one-dimensional) do not. Raises UserError for an
+    unknown name or a model without trainable parameters, and as torch does for numbers.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:

@@ -33,8 +33,8 @@ class Orders:
         return self._of(epoch).get()
 
     def filled(self, pieces: Iterator[MadePiece], steps: Iterator[Step]) -> Iterator[MadePiece]:
-        """The pieces, which come as they get ready, by number. To be asked for a step's when the batch before is done
-        with: only then is its place in the ring ordered anew."""
+        """The pieces, which come as they get ready, by number. Ask for those of the next step only when the batch
+        before is finished with: its slot of the ring is then written again."""
         steps, ahead = itertools.tee(steps)
         early: dict[int, MadePiece] = {}
         self._place(itertools.islice(ahead, self.num_slots - 1))

@@ -69,18 +69,22 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        return sampling.num_steps(self.epoch_samples, self.global_batch, drop_last=self.sampling != "exact")
+        return sampling.num_steps(self.epoch_samples, self.global_batch, self.drop_last)
 
     def total_steps(self, progress: Progress) -> int:
         """Optimiser steps of all epochs, as seen from `progress`: a batch of another size changes what is left."""
-        drop_last = self.sampling != "exact"
-        left = sampling.num_steps(self.epoch_samples - progress.position, self.global_batch, drop_last)
+        left = sampling.num_steps(self.epoch_samples - progress.position, self.global_batch, self.drop_last)
         return progress.global_step + left + (self.num_epochs - progress.epoch - 1) * self.steps_per_epoch
 
     def end_step(self, progress: Progress) -> int:
         """The optimiser step at which the run ends: the last one, or that of --max_steps."""
         total = self.total_steps(progress)
         return total if self.max_steps is None else min(total, self.max_steps)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an epoch ends with its last full batch."""
+        return self.sampling != "exact"
 
     @property
     def deals_shards(self) -> bool:

@@ -144,7 +144,7 @@ class Report:
     @main_only
     def images(self, batch: Images, classes: Sequence[str] | None) -> None:
         """Show the first batch in TensorBoard, with class, shard, place in it and worker of each image."""
-        rows = zip(batch.label.tolist(), batch.shard, batch.count, batch.worker, strict=False)  # padded, maybe
+        rows = zip(batch.label.tolist(), batch.shard, batch.count, batch.worker, strict=True)
         captions = [f"{classes[label] if classes else label}\n{shard} #{count}\nworker {worker}"
                     for label, shard, count, worker in rows]
         self._board.start_images(batch.image, captions)

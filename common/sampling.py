@@ -48,7 +48,8 @@ def permutation(size: int, *key: int) -> np.ndarray:
     return np.argsort(state, kind="stable")
 
 
-# What a hash is for, so that no two uses of one seed share their numbers.
+# What a hash is for. Two uses may meet in one hash where they have it in different places of the key; each makes
+# something else of it (a permutation, a random.Random, torch's seed).
 SHARDS, SAMPLES, AUGMENT, BUFFER, STEP = range(5)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +26,13 @@ from common.access.urls import is_command, is_remote, shown
 from common.errors import UserError
 from common.fields import Fields
 from common.indexing.folders import basename, folder_of, folders_of, promised_of, promised_through_cache, read_any_info
-from common.indexing.info import INFO, Info, check_totals, write_info
+from common.indexing.info import INFO, Info, check_totals, description, write_info
 from common.indexing.paths import expand, gaps, shard_names
 from common.indexing.scan import Scan, ScanJob, scan_shard
 from common.processes import available_cpus, run_jobs
 from common.tars.samples import has_end_mark
 
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what takes long, such as tqdm
+ScanProgress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what takes long, such as tqdm
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ShardIndex:
     bytes_digest: str | None = None  # of the tars' lengths; None where one of them is not known
 
     @classmethod
-    def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: Progress | None = None,
+    def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: ScanProgress | None = None,
              storage: Storage | None = None, labels: bool = True) -> ShardIndex:
         """Read or make the index of the tars that `patterns` name. Called by rank 0, which broadcasts the result.
 
@@ -89,6 +89,18 @@ class ShardIndex:
     @property
     def num_samples(self) -> int:
         return int(self.sizes.sum())
+
+    def check_count(self, shard: int, found: int, fault: str = "") -> str:
+        """What to say of the samples that a shard has lost, where it gave `found`, because of `fault` if that is known.
+
+        Raises UserError where nothing may be lost, since errors are not skipped, and for more than were promised.
+        """
+        promised = int(self.sizes[shard])
+        counts = f"{promised} samples were promised, the tar gave {found}"
+        if found > promised or found < promised and not self.storage.skip_errors:
+            raise UserError(f"{counts}; shard {shown(self.paths[shard])}; it was cut or changed: write or copy it "
+                            "again")
+        return fault or counts
 
     @cached_property
     def digest(self) -> str:
@@ -142,7 +154,7 @@ def _check_scannable(paths: Sequence[str], storage: Storage) -> None:
                             "counted")
 
 
-def _scan(jobs: list[ScanJob], progress: Progress | None) -> list[Scan]:
+def _scan(jobs: list[ScanJob], progress: ScanProgress | None) -> list[Scan]:
     """Several processes where there is enough to do: a scan is Python work, 6 µs a member, and waiting for the disk."""
     numbered = run_jobs(scan_shard, enumerate(jobs), min(available_cpus(), 16) if len(jobs) >= 32 else 0)
     done = dict((progress or (lambda items, total: items))(numbered, len(jobs))) if jobs else {}
@@ -176,12 +188,17 @@ def _found_classes(scans: list[Scan], paths: Sequence[str]) -> tuple[int, tuple[
         is_there = "found the fields" in str(scan.error)
         raise UserError(f"no sample has a label: {scan.error}; shard {shown(path)}; "
                         + ("give --label_field one of the fields that are there" if is_there else "mend the shards"))
+    path = next(path for scan, path in zip(scans, paths, strict=True) if max(scan.labels, default=0) == max(labels))
+    return classes_of(labels, {label: name for scan in scans for label, name in scan.names.items()}, path)
+
+
+def classes_of(labels: Collection[int], names: Mapping[int, str], path: str) -> tuple[int, tuple[str, ...] | None]:
+    """The number of classes, and their names where every one has been seen with a name. Raises UserError for a largest
+    label, of the shard `path`, that would make a model of classes which nobody has seen."""
     num_classes = max(labels) + 1
     if num_classes > 1000 + 10 * len(labels):
-        path = next(path for scan, path in zip(scans, paths, strict=True) if max(scan.labels, default=0) == max(labels))
         raise UserError(f"a label of {num_classes - 1} among {len(labels)} different ones; shard {shown(path)}; "
                         f"mend it, or say in {INFO} what num_classes is")
-    names = {label: name for scan in scans for label, name in scan.names.items()}
     return num_classes, tuple(names[i] for i in range(num_classes)) if set(names) >= set(range(num_classes)) else None
 
 
@@ -205,10 +222,7 @@ def _keep_info(index: ShardIndex) -> None:
     folder = folders.pop()
     if folders or not os.path.isdir(folder) or len(expand([folder])) != len(index.paths):
         return
-    entries = [{"name": os.path.basename(path), "samples": int(size), "bytes": os.path.getsize(path)}
-               for path, size in zip(index.paths, index.sizes, strict=True)]
-    info = {"dataset size": index.num_samples, "num_classes": index.num_classes, "shards": entries}
-    if index.classes:
-        info["classes"] = list(index.classes)
     if not Path(folder, INFO).exists():
-        write_info(folder, info)
+        shards = [(os.path.basename(path), int(size), os.path.getsize(path))
+                  for path, size in zip(index.paths, index.sizes, strict=True)]
+        write_info(folder, description(shards, index.num_classes, index.classes))

@@ -94,7 +94,7 @@ class Stepper:
             sums += torch.cat([losses.detach()[:num_real].double().sum()[None], correct])
         self._update()
         self.watch.after(batch)
-        loss_sum, num_correct = sums.tolist()  # waits for the device; of what is above, fp16's scaler alone does
+        loss_sum, num_correct = sums.tolist()  # waits for the device; nothing above does, except fp16's GradScaler
         return Outcome(loss_sum, int(num_correct), len(batch))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:

@@ -1,4 +1,4 @@
-"""How a `python -m common.…` runs: it ends with its exit status, and quietly where nobody reads on (`| head`).
+"""How a `python -m common.…` ends: with its status, in one line after Ctrl-C, quietly where nobody reads (`| head`).
 
     if __name__ == "__main__":
         run_tool(main)
@@ -26,8 +26,12 @@ class _Stdout(io.FileIO):
 
 
 def run_tool(main: Callable[[], int | None]) -> NoReturn:
-    """Call `main` and exit with what it returns; with 141 where stdout was closed before."""
+    """Call `main` and exit with what it returns; with 130 after Ctrl-C, with 141 where stdout was closed before."""
     if sys.stdout is not None:
         file = io.BufferedWriter(_Stdout(sys.stdout.fileno(), "w", closefd=False))
         sys.stdout = io.TextIOWrapper(file, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -43,16 +43,15 @@ class Trace:
         self._file = _open_for_append(self.path)
 
     def save(self, batch: Batch, device: str, replica: Sequence[int]) -> None:
-        """Add the row of a batch. `replica` (n,) is the DP replica of each sample; rows that only pad have no entry.
+        """Add the row of a batch. `replica` (n,) is the DP replica of each sample.
 
         Every rank calls it for every step, also with a batch of no samples. Raises UserError when the disk is full.
         """
-        num_samples = len(batch.key)
         row = {
             "attempt": self.attempt, "epoch": batch.step.epoch, "step": batch.step.step,
             "rank": self.rank, "world_size": self.world_size, "device": device,
             "worker": batch.worker, "shard": batch.shard, "count": batch.count, "key": batch.key,
-            "label": batch.label[:num_samples].tolist(), "replica": list(replica[:num_samples]),
+            "label": batch.label.tolist(), "replica": list(replica),
         }  # fmt: skip
         line = json.dumps(row).encode() + b"\n"
         try:

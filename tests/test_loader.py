@@ -26,7 +26,7 @@ from common.errors import UserError
 from common.fields import Fields
 from common.loader import Loader, on_device
 from common.mixing import Mix
-from common.page_lock import PageLock
+from common.pinned_ring import PinnedRing
 from common.processes import let_threads_settle
 from common.sampling import Step
 from common.shards import ShardIndex
@@ -114,46 +114,45 @@ def test_a_fork_waits_for_threads_that_run_and_for_no_others() -> None:
 
 @pytest.mark.parametrize("success", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_pages_of_the_whole_ring_are_locked_once_and_unlocked(index: ShardIndex, workers: int,
-                                                                  success: bool) -> None:
-    """And a batch with gaps, which is a copy, locks nothing. Where it fails, nothing is unlocked."""
+def test_the_whole_ring_is_pinned_once_and_unpinned(index: ShardIndex, workers: int, success: bool) -> None:
+    """And a batch with gaps, which is a copy, pins nothing. Where it fails, nothing is unpinned."""
     dataset = BatchDataset(ExactSource(index, EpochPlan(72, 8, 1, 0, 1, 0, -1)), Mix("none", 8, max(workers, 1), 0),
                            classified(Fields(), index), ImageTransform(32))
     calls: list[tuple] = []
     cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostUnregister=lambda *args: calls.append(args),
                              cudaHostRegister=lambda *args: calls.append(args) or int(not success))
-    lock = PageLock(cudart)
+    pinned = PinnedRing(cudart)
     for batch in Loader(dataset, workers):
         ring = dataset.ring
-        lock.take(batch.image[torch.tensor([0])])
-        lock.take(batch.image)
-    lock.release()
-    lock.release()
+        pinned.pin(batch.image[torch.tensor([0])])
+        pinned.pin(batch.image)
+    pinned.release()
+    pinned.release()
     assert calls == [(ring.data_ptr(), ring.numel(), 0), (ring.data_ptr(),)][: 1 + success]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: page-locking and copying ahead need one")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: pinned memory and copying ahead need one")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_reach_a_gpu_as_they_are(index: ShardIndex, workers: int) -> None:
-    """While the workers go on filling the ring. A second lock of the same pages fails, and that goes unnoticed."""
+    """While the workers go on filling the ring. Pinning the same memory twice fails, and that goes unnoticed."""
     def batches() -> Iterator[Batch]:
         return iter(Loader(BatchDataset(ExactSource(index, plan), Mix("none", 4, max(workers, 1), 0), fields,
                                         ImageTransform(32, "center")), workers))
 
     plan, fields, device = EpochPlan(72, 4, 1, 0, 1, 0, -1), classified(Fields(), index), torch.device("cuda", 0)
-    expected, found, lock = pixels(batches()), {}, PageLock(torch.cuda.cudart())
+    expected, found, pinned = pixels(batches()), {}, PinnedRing(torch.cuda.cudart())
     for batch in on_device(batches(), device):
         assert batch.image.is_cuda and batch.label.is_cuda
         torch.cuda._sleep(10_000_000)  # cycles that the GPU lags behind
         found.update(pixels([replace(batch, image=batch.image.clone().cpu())]))
     assert found == expected
     ring = torch.zeros(1 << 20, dtype=torch.uint8).share_memory_()
-    lock.take(ring)
-    other = PageLock(torch.cuda.cudart())
-    other.take(ring)
-    assert lock.pointer == ring.data_ptr() and not other.pointer and ring.is_pinned()
+    pinned.pin(ring)
+    other = PinnedRing(torch.cuda.cudart())
+    other.pin(ring)
+    assert pinned.pointer == ring.data_ptr() and not other.pointer and ring.is_pinned()
     assert torch.ones(2, device=device).sum().item() == 2
-    lock.release()
+    pinned.release()
     assert not ring.is_pinned()
 
 

@@ -51,7 +51,7 @@ def dummy_loader(num_samples: int, batch_size: int, ranks: int = 1, rank: int = 
     index = dummy_index(num_samples)
     plan = Plan.make(index, sampling="exact", mix="none", seed=3, shuffle=5000, epoch_samples=num_samples, num_epochs=2,
                      batch_size=batch_size, world_size=ranks, num_workers=workers, max_steps=None)
-    return train_loader(plan, index, rank, Progress(), Fields(), ImageTransform(32), False)
+    return train_loader(plan, index, rank, Progress(), Fields(), ImageTransform(32))
 
 
 def test_synthetic_samples_are_fixed_by_seed_epoch_and_position() -> None:

@@ -544,17 +544,16 @@ def test_first_batch_is_copied_when_given_and_drawn_later(tmp_path: Path) -> Non
     assert pixels[50, 50].tolist() == [100] * 3 and pixels[50, 300].tolist() == [255] * 3
 
 
-def test_first_batch_may_be_padded_or_empty(tmp_path: Path) -> None:
+def test_first_batch_may_be_empty(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    empty, padded = Images(1), Images(3)
+    empty, full = Images(1), Images(3)
     empty.image, empty.label = empty.image[:0], empty.label[:0]
     empty.shard, empty.worker, empty.count = [], [], []
-    padded.shard.pop()
     bench.report.images(empty, None)
-    bench.report.images(padded, None)
+    bench.report.images(full, None)
     bench.report.close()
     image, = read_events(tmp_path).Images("start/first batch")
-    assert image.width == 224  # two images
+    assert image.width == 336  # three images
 
 
 def test_image_grid_places_images_and_captions() -> None:

@@ -331,12 +331,12 @@ def test_auto_says_where_it_finds_nothing(tmp_path: Path, capsys: pytest.Capture
 
 def test_stop_file_is_seen_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert not folder.stop_requested()
+    assert not folder.take_stop_file()
     (tmp_path / "stop").touch()
-    assert folder.stop_requested() and not folder.stop_requested()
+    assert folder.take_stop_file() and not folder.take_stop_file()
     assert not (tmp_path / "stop").exists()
     (tmp_path / "stop").mkdir()
-    assert folder.stop_requested()
+    assert folder.take_stop_file()
 
 
 def test_stop_file_that_comes_too_late_does_not_stop_the_next_start(tmp_path: Path) -> None:
@@ -344,10 +344,10 @@ def test_stop_file_that_comes_too_late_does_not_stop_the_next_start(tmp_path: Pa
     folder.start_attempt(START)
     (tmp_path / "stop").touch()
     folder.finish("complete")
-    assert not RunFolder(tmp_path).stop_requested()
+    assert not RunFolder(tmp_path).take_stop_file()
     (tmp_path / "stop").touch()
     folder.finish("failed", "a rank was killed")  # torchrun may start it again
-    assert folder.stop_requested()
+    assert folder.take_stop_file()
 
 
 def test_stop_file_from_before_the_launch_means_an_earlier_run(

@@ -189,7 +189,7 @@ def test_augmentation_differs_between_epochs_but_not_between_worlds(shards: Path
                              batch_size=6 // ranks, world_size=ranks, num_workers=workers, num_epochs=2, max_steps=None)
             torch.manual_seed(rank), np.random.seed(workers)  # global generators must not matter
             transform = ImageTransform(32, "crop")
-            for batch in train_loader(plan, index, rank, Progress(), Fields(), transform, False):
+            for batch in train_loader(plan, index, rank, Progress(), Fields(), transform):
                 for row in range(len(batch)):
                     found[batch.step.epoch, batch.shard[row], batch.count[row]] = batch.image[row].numpy().tobytes()
         return found

@@ -49,13 +49,6 @@ def test_a_rank_without_samples_writes_empty_lists(tmp_path):
     assert [row[name] for name in FIELDS[6:]] == [[]] * 6 and row["step"] == 12
 
 
-def test_rows_that_only_pad_are_not_recorded(tmp_path):
-    batch = make_batch(["a", "b"])
-    batch.label = torch.tensor([1, 0, 0, 0])
-    Trace(tmp_path, 0, 0, 1).save(batch, "cpu", [0, 0, 1, 1])
-    assert (rows(tmp_path)[0]["label"], rows(tmp_path)[0]["replica"]) == ([1, 0], [0, 0])
-
-
 def test_any_key_makes_one_line(tmp_path):
     keys = ["ä/ö", 'quote"', "line\nbreak", "nul\0", os.fsdecode(b"not utf-8 \xff"), "\u2028", "🙂"]
     Trace(tmp_path, 0, 0, 1).save(make_batch(keys), "cpu", [0] * len(keys))

@@ -100,8 +100,8 @@ def test_the_command_writes_a_picture(tmp_path, capsys, num_shards):
 def test_a_plot_of_an_unknown_format_is_an_error(tmp_path):
     run = make_run(tmp_path / "run").write()
     with pytest.raises(UserError, match="--plot"):
-        plot.plot(run, tmp_path / "steps.docx")
-    plot.plot(run, tmp_path / "steps.png")
+        plot.save(plot.figure(run), tmp_path / "steps.docx")
+    plot.save(plot.figure(run), tmp_path / "steps.png")
 
 
 def test_a_plot_onto_a_folder_is_an_error(tmp_path, capsys):

@@ -6,14 +6,14 @@ import copy
 import threading
 from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 
 from common.collate import Batch
 from common.data_parallel import current_replica, data_parallel
+from common.reporting.screen import write_block
 from common.sampling import Step
-from common.tracing.printing import TracedModel, TracePrinter, write_block
+from common.tracing.printing import TracedModel, TracePrinter
 
 
 def make_batch(num_samples: int = 3) -> Batch:
@@ -89,21 +89,6 @@ def test_a_rank_without_samples_says_so():
     printer.batch(make_batch(0), "cpu")
     TracedModel(net(), printer)(torch.zeros(2, 3, 4, 4), torch.tensor([-1, -1]))
     assert [block.splitlines()[1].strip() for block in blocks] == ["no samples", "no samples"]
-
-
-def test_the_wrapper_leaves_no_prefix():
-    torch.manual_seed(0)
-    bare, other = net(), net()
-    model = TracedModel(bare)
-    assert list(model.state_dict()) == list(bare.state_dict())
-    model.load_state_dict(other.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in bare.state_dict().items())
-    outer = nn.Sequential(TracedModel(net()))  # as inside DDP
-    assert list(outer.state_dict()) == [f"0.{name}" for name in bare.state_dict()]
-    outer.load_state_dict({f"0.{name}": value for name, value in bare.state_dict().items()})
-    assert torch.equal(outer[0].module[1].weight, bare[1].weight)
-    with pytest.raises(RuntimeError, match="bogus"):
-        model.load_state_dict({**other.state_dict(), "bogus": torch.zeros(1)})
 
 
 def test_the_wrapper_changes_no_result_and_no_gradient():

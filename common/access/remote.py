@@ -13,7 +13,7 @@ from typing import Any
 
 from common.access.command import CommandStream
 from common.access.retrying import NETWORK_ERRORS, Missing, Opened, RetryingStream, reason_of
-from common.access.urls import is_command, parsed, shown
+from common.access.urls import COMPRESSED, is_command, parsed, shown
 from common.access.web import web_opener
 from common.errors import UserError
 
@@ -55,7 +55,7 @@ def listed(url: str) -> list[str]:
             raise UserError(f"{scheme} cannot be listed; {shown(url)}; name the shards with braces, such as "
                             "train-{0000..0019}.tar")
         return [url]
-    if "*" not in url and "[" not in url and url.endswith((".tar", ".tgz", ".gz", ".bz2", ".xz")):
+    if "*" not in url and "[" not in url and url.endswith((".tar", *COMPRESSED)):
         return [url]
     system, path = _file_system(url, 30.0)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from common.access import remote
 from common.access.cache import Cache
 from common.access.copies import UNKNOWN, Promised
-from common.access.urls import is_command, is_remote, shown
+from common.access.urls import COMPRESSED, is_command, is_remote, shown
 from common.errors import UserError
 from common.files import regular
 from common.tars.stream import compression
@@ -83,7 +83,7 @@ class Storage:
         """Raise UserError, before anything is read, for shards that exact sampling could not read."""
         if not self.cache_dir:
             for path in paths:
-                if is_remote(path) or path.endswith((".gz", ".tgz", ".bz2", ".xz")):
+                if is_remote(path) or path.endswith(COMPRESSED):
                     with self.held(path):
                         pass
 

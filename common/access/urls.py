@@ -26,6 +26,9 @@ def is_command(path: str) -> bool:
     return path.startswith(COMMAND)
 
 
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz")  # how the names of compressed tars end
+
+
 def is_remote(path: str) -> bool:
     """Whether `path` is no file."""
     return is_url(path) or is_command(path)

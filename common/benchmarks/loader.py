@@ -65,7 +65,7 @@ class Input:
             self.index, sampling=self.sampling, mix=self.mix, seed=self.seed, shuffle=self.shuffle, epoch_samples=None,
             batch_size=self.batch_size, world_size=1, num_workers=num_workers, num_epochs=MANY_EPOCHS, max_steps=None)
         transform = transform or ImageTransform(self.image_size, self.augment)
-        return train_loader(plan, self.index, 0, Progress(), Fields(), transform, skip_errors=False)
+        return train_loader(plan, self.index, 0, Progress(), Fields(), transform)
 
 
 def show_loader(data: Input, num_workers: Sequence[int], num_images: int, device_name: str,

@@ -172,7 +172,7 @@ def decode_reduced(data: memoryview, header: Header, factor: int, box: Box, size
 
     `box` is in pixels of the full image and may be fractional, so that the crop stays where it was. For files that are
     baseline and without restart marks: Pillow does not tell what libjpeg remarks, but in these missing data leave the
-    rest of the image gray. Where its last pixel is so, or a hole is seen, it is decoded once more by the one who tells.
+    rest of the image gray. Where its last pixel is so, or a hole is seen, torchvision's decoder is asked, which tells.
     """
     try:
         image = open_with_pillow(_shortened(data, header, math.ceil(box.bottom) + factor) or data, "JPEG")

@@ -25,8 +25,8 @@ def remarks() -> Iterator[bytearray]:
     """Catch what libjpeg writes to file descriptor 2 of this process, one thread at a time.
 
     The bytes are there when the block is left; what others wrote meanwhile comes out then. Blocks may be nested: one
-    around those of several images saves each 25 µs, for the way there and back. What costs: the words of C code that
-    ends the process within a block are lost.
+    around those of several images saves each 25 µs, for the way there and back. The drawback: if C code
+    ends the process within a block, its last words are lost.
     """
     said, catcher = bytearray(), _catcher(os.getpid())
     with catcher.lock:

@@ -3,7 +3,8 @@
     {"dataset size": 25000, "num_classes": 2, "classes": ["cat", "dog"],
      "shards": [{"name": "train-0000.tar", "samples": 1000, "bytes": 58720256}]}
 
-The first two keys are those of the folders that exist already, in whichever *.json comes first.
+The first two keys are those of the folders that exist already, in whichever *.json comes first. make_shards adds a
+"plan", by which it knows its own work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,19 @@ def read_info(folder: str) -> Info:
         if info is not None:
             return info
     return Info()
+
+
+def description(shards: Iterable[tuple[str, int, int]], num_classes: int,
+                classes: Sequence[str] | None) -> dict[str, Any]:
+    """What info.json is to hold of `shards`, each a name, its samples and its bytes. 0 classes: nobody knows."""
+    shards = list(shards)
+    info: dict[str, Any] = {"dataset size": sum(samples for _, samples, _ in shards)}
+    if num_classes:
+        info["num_classes"] = num_classes
+    if classes is not None:
+        info["classes"] = list(classes)
+    info["shards"] = [{"name": name, "samples": samples, "bytes": num_bytes} for name, samples, num_bytes in shards]
+    return info
 
 
 def parse_info(text: bytes, path: str, is_own: bool = True) -> Info | None:

@@ -90,17 +90,13 @@ class ShardReader:
 
     def _load(self, shard: int) -> list[Sample]:
         """As many samples as were promised; fewer only where errors are skipped and the shard is torn."""
-        size, skips = int(self.index.sizes[shard]), self.index.storage.skip_errors
         try:
-            samples = load_samples(self._paths[shard])
-            self._tears[shard] = f"{size} samples were promised, the tar holds {len(samples)}"
+            samples, fault = load_samples(self._paths[shard]), ""
         except TornTar as error:
-            if not skips:
+            if not self.index.storage.skip_errors:
                 raise
-            samples, self._tears[shard] = error.samples, error.fault
-        if len(samples) > size or len(samples) < size and not skips:
-            raise UserError(f"{self._tears[shard]}; shard {shown(self.index.paths[shard])}; it was cut or changed: "
-                            "write or copy it again")
+            samples, fault = error.samples, error.fault
+        self._tears[shard] = self.index.check_count(shard, len(samples), fault)
         return samples
 
     def _file(self, shard: int) -> int:

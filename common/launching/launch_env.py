@@ -75,7 +75,7 @@ class Launch:
 def is_first(env: Env, on_node: bool = False) -> bool:
     """Whether this process should speak for all, or all on its node, where no rank is known yet: first, or alone.
 
-    One that knows only a part of its place does: a line too many rather than none.
+    Where only a part of its place is known it speaks: two messages are better than none.
     """
     place = [env.get(name, "") for name in VARIABLES.get(_launcher(env), ())[:3]]
     return not place or not all(map(str.isdecimal, place)) or int(place[2 if on_node else 0]) == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common.access.urls import shown_settings
+from common.access.urls import is_remote, shown_settings
 from common.distributed import World
 from common.errors import UserError
 from common.launching.failure import SharedError
@@ -66,7 +66,7 @@ def _missing(paths: Iterable[str]) -> list[str]:
     names: dict[str, set[str]] = {}
     missing = []
     for path in paths:
-        if "://" in path or path.startswith("pipe:"):
+        if is_remote(path):
             continue
         folder, name = os.path.split(path)
         if folder not in names:

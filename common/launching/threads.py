@@ -24,14 +24,13 @@ def own_seat() -> Seat:
     return os.uname().nodename, tuple(sorted(cores))
 
 
-def share_cores(seats: Sequence[Seat], rank: int) -> int:
-    """Set torch's threads for this rank, unless somebody has. `seats` are those of all ranks. Returns them."""
+def share_cores(seats: Sequence[Seat], rank: int) -> None:
+    """Set torch's threads for this rank, unless somebody has. `seats` are those of all ranks."""
     if not chosen(os.environ):
         host, cores = seats[rank]
         number = fair_share(cores, [other for name, other in seats if name == host], os.environ)
         torch.set_num_threads(number)
         os.environ["OMP_NUM_THREADS"] = str(number)
-    return torch.get_num_threads()
 
 
 def fair_share(cores: Sequence[int], neighbours: Sequence[Sequence[int]], env: Mapping[str, str]) -> int:

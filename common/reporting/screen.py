@@ -18,6 +18,15 @@ BATCHES = "{n_fmt}/{total_fmt} {desc} |{bar}| {rate_fmt} {remaining}"  # what ma
 EPOCHS = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
 
 
+def write_block(text: str, file: TextIO | None = None) -> None:
+    """To `file` (stdout) in one piece, with the bars of this process out of the way. A log that is gone ends no run."""
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    with tqdm.external_write_mode(file=file), suppress(OSError):
+        file.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        file.flush()
+
+
 class Screen:
     """Draws and prints for one rank. `lock` (acquire, release) keeps bars, lines and blocks of other ranks apart."""
 
@@ -50,12 +59,8 @@ class Screen:
             self._epochs.update(num_done - self._epochs.n)
 
     def line(self, text: str) -> None:
-        """Print one or more whole lines, above the bars where there are any. A log that is gone ends no run."""
-        encoding = getattr(self.text, "encoding", None) or "utf-8"
-        text = "\n".join(text.splitlines()).encode(encoding, "backslashreplace").decode(encoding)
-        with tqdm.external_write_mode(file=self.text), suppress(OSError):
-            self.text.write(text + "\n")
-            self.text.flush()
+        """Print one or more whole lines, above the bars where there are any."""
+        write_block("\n".join(text.splitlines()), self.text)
 
     def close(self) -> None:
         """Leave the terminal as a finished program should. May be called twice."""

@@ -149,12 +149,12 @@ def image_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     for number, (image, caption) in enumerate(zip(images, captions, strict=False)):
         left, top = number % NUM_COLUMNS * TILE, number // NUM_COLUMNS * (TILE + CAPTION)
         grid.paste(Image.fromarray(image).resize((TILE, TILE)), (left, top))
-        for row, line in enumerate(printable(caption).split("\n")):
+        for row, line in enumerate(drawable(caption).split("\n")):
             draw.text((left + 2, top + TILE + 12 * row), line[:20], fill="black", font=font)
     return np.asarray(grid)
 
 
-def printable(text: str) -> str:
+def drawable(text: str) -> str:
     """Names come from file names, which may hold bytes that are no letters and that nothing can draw."""
     return text.encode("utf-8", "replace").decode()
 
@@ -168,7 +168,7 @@ def accuracy_table(right: np.ndarray, total: np.ndarray, classes: Sequence[str])
     """Markdown, the worst class first; a hundred rows at most."""
     accuracy = class_accuracy(right, total)
     order = np.argsort(accuracy, kind="stable")[:100]  # NaN comes last
-    rows = [f"| {printable(classes[i])} | {f'{accuracy[i]:.2f}' if total[i] else '–'} | {total[i]} |" for i in order]
+    rows = [f"| {drawable(classes[i])} | {f'{accuracy[i]:.2f}' if total[i] else '–'} | {total[i]} |" for i in order]
     return "\n".join(["| class | top-1, % | samples |", "|---|---|---|", *rows])
 
 
@@ -186,7 +186,7 @@ def confusion_figure(matrix: np.ndarray, right: np.ndarray, total: np.ndarray, c
     figure.colorbar(drawn, label="% of the true class")
     axes.set(xlabel="predicted", ylabel="true")
     if num_classes <= MAX_NAMED:
-        names = [printable(name)[:20] for name in classes]
+        names = [drawable(name)[:20] for name in classes]
         labels = [f"{name}  {percent:.1f} %" for name, percent in zip(names, class_accuracy(right, total), strict=True)]
         axes.set_xticks(range(num_classes), names, rotation=90, parse_math=False)
         axes.set_yticks(range(num_classes), labels, parse_math=False)

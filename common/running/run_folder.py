@@ -130,8 +130,8 @@ class RunFolder:
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items()]
         write_atomic(self.path / "config.json", "{\n" + ",\n".join(lines) + "\n}\n")
 
-    def stop_requested(self) -> bool:
-        """Whether somebody has put a file `stop` here; it is taken away. Called once a second."""
+    def take_stop_file(self) -> bool:
+        """Take away the file `stop`; returns whether somebody had put one here. Called once a second."""
         path = f"{self.path}/stop"
         if not os.path.exists(path):
             return False

@@ -25,8 +25,8 @@ class State:
         return {"progress": asdict(self.progress), "epoch_done": self.epoch_done, "best_top1": self.best_top1,
                 "meters": {"loss": self.loss.state_dict(), "top1": self.top1.state_dict()}}
 
-    def improves(self, result: Mapping[str, Any]) -> bool:
-        """Whether a validation's result is the best so far, which it is from then on. Without a top1 it is none."""
+    def keep_best(self, result: Mapping[str, Any]) -> bool:
+        """Remember a validation's top1 if it is the best so far, and say whether it is. Without a top1 it is not."""
         best = result.get("top1", -1.0) > self.best_top1
         self.best_top1 = max(result.get("top1", -1.0), self.best_top1)
         return best

@@ -33,9 +33,9 @@ RED, BLACK, WHITE = (0.85, 0.1, 0.1), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 DASHED = (0, (2, 2))  # a dash and a space, in points
 
 
-def figure(run: str | Path | RecordedRun) -> Figure:
+def figure(folder: str | Path) -> Figure:
     """The picture of a run, for TensorBoard at its end. A trace too long to read is drawn from a sample of its rows."""
-    run = run if isinstance(run, RecordedRun) else RecordedRun.open(run)
+    run = RecordedRun.open(folder)
     canvas = Canvas.for_run(run)
     if sum(path.stat().st_size for path in rank_files(run.folder).values()) <= MAX_BYTES:
         return paint(canvas, title_of(audit(run, canvas)))
@@ -43,13 +43,8 @@ def figure(run: str | Path | RecordedRun) -> Figure:
     return paint(canvas, f"{run.folder}: {run.plan.sampling}, a sample of its batches")
 
 
-def plot(run: str | Path | RecordedRun, path: str | Path) -> None:
-    """Write the picture of a run to `path`. Raises UserError where it cannot be written."""
-    save(figure(run), path)
-
-
 def save(picture: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the name asks for."""
+    """Write a figure in the format that the name asks for. Raises UserError where it cannot be written."""
     try:
         picture.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

@@ -13,28 +13,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
+
+from common.reporting.screen import write_block
 
 if TYPE_CHECKING:
     from common.collate import Batch
 
 COLUMNS = ("row", "worker", "shard", "count", "label", "device")
-
-
-def write_block(text: str) -> None:
-    """To stdout in one piece, with the progress bars of this process out of the way. A log that is gone ends no run."""
-    encoding = sys.stdout.encoding or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)
-    with tqdm.external_write_mode(file=sys.stdout), suppress(OSError):
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
 
 
 class TracePrinter:
@@ -101,16 +92,13 @@ class TracedModel(nn.Module):
 
     forward(image (n, …), row (n,) int64) -> (what the module returns, where (n,) int64). `row` are places in the batch,
     dealt out along with the images, -1 for rows that only pad. `where` is the CUDA device's index or, on the CPU, what
-    `replica()` says on the replica's thread. Without a printer it only tells `where`. state_dict and load_state_dict
-    are the module's own: no prefix.
+    `replica()` says on the replica's thread. Without a printer it only tells `where`.
     """
 
     def __init__(self, module: nn.Module, printer: TracePrinter | None = None,
                  replica: Callable[[], int] = only_replica):
         super().__init__()
         self.module, self.printer, self.replica = module, printer, replica
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, image: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         device = image.device
@@ -118,16 +106,3 @@ class TracedModel(nn.Module):
         if self.printer is not None:
             self.printer.forward(row, number, image.shape)
         return self.module(image), torch.full_like(row, number)
-
-
-def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    _rename(state, prefix + "module.", prefix)
-
-
-def _with_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    _rename(state, prefix, prefix + "module.")
-
-
-def _rename(state: dict[str, Any], old: str, new: str) -> None:
-    for name in [name for name in state if name.startswith(old)]:
-        state[new + name[len(old) :]] = state.pop(name)

@@ -15,11 +15,6 @@ from common.writing.image_files import VERIFY
 ADVICE = "SRC is a folder with one subfolder per class, a .csv or .jsonl manifest, or torchvision:NAME"
 
 
-def either_spelling(word: str) -> str:
-    """`--val-fraction=0.1` -> `--val_fraction=0.1`: both spellings are taken."""
-    return re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word)
-
-
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The parser of `python -m common.make_shards`; what it gives are the fields of its Options, SRC and OUT."""
     parser = argparse.ArgumentParser("python -m common.make_shards", description=description, allow_abbrev=False,

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import read_json, write_atomic
+from common.indexing.info import INFO, description
 from common.tars.index import index_path
 from common.writing.shard_plan import ShardPlan
 from common.writing.work_lock import lock
 from common.writing.writer import Record, input_stamp, read_record
 
-INFO = "info.json"
 REJECTED = "rejected.jsonl"
 
 
@@ -144,12 +144,8 @@ def _close_gaps(plan: ShardPlan, folder: Path, records: list[Record]) -> list[Re
 
 
 def _write_info(plan: ShardPlan, folder: Path, records: list[Record], identity: str) -> None:
-    num_samples = sum(record.num_samples for record in records)
-    info: dict[str, Any] = {"dataset size": num_samples, "num_classes": plan.source.num_classes}
-    if plan.source.classes is not None:
-        info["classes"] = plan.source.classes
-    info["shards"] = [{"name": r.tar, "samples": r.num_samples, "bytes": r.num_bytes} for r in records]
-    info["plan"] = identity
+    shards = [(record.tar, record.num_samples, record.num_bytes) for record in records]
+    info = description(shards, plan.source.num_classes, plan.source.classes) | {"plan": identity}
     write_atomic(folder / INFO, json.dumps(info, indent=1) + "\n")
 
 

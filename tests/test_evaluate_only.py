@@ -11,8 +11,8 @@ import torch
 from common.collate import Batch
 from common.distributed import World
 from common.errors import UserError
+from common.evaluate_only import trained_weights
 from common.evaluation import Validation
-from common.examination import trained_weights
 from common.predictions import Predictions
 from common.sampling import Step
 from tests.helpers import TINY, Result, jpeg, rows, run, write_shards

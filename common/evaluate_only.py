@@ -47,8 +47,8 @@ def trained_weights(world: World, validation: Validation, resume: str, output: s
     return file, validation
 
 
-def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: StopSignals,
-            file: str | None, max_errors: int) -> None:
+def evaluate_only(module: nn.Module, data: Validation, recipe: Recipe, world: World, stop: StopSignals,
+                  file: str | None, max_errors: int) -> None:
     """One validation: its numbers on stdout, and the predictions in `file`. Every rank calls it.
 
     What `--on_error skip` leaves out counts as in training, and is listed beside `file` in STEM.errors.jsonl. After a
@@ -57,15 +57,9 @@ def examine(module: nn.Module, data: Validation, recipe: Recipe, world: World, s
     module.to(world.device).to(memory_format=recipe.memory_format)
     listed = skipped_path(file) if file else None
     errors = ErrorLog(listed, world, max_errors)
-
-    def asked(num_skipped: int) -> bool:
-        signals, num_bad = world.sum([stop.requested, num_skipped])
-        errors.check(int(num_bad))
-        return signals > 0
-
     with Predictions(file, world) if file else nullcontext() as predictions:
         try:
-            result = evaluate(module, data, recipe, world, asked, errors, predictions)
+            result = evaluate(module, data, recipe, world, lambda: stop.requested, errors, predictions)
         except UserError as error:
             raise world.own_error(error) from None
         if predictions is not None and result is not None:

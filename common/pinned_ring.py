@@ -1,8 +1,8 @@
-"""Locks the pages of the shared ring, so that a GPU fetches a batch itself while the processor does other work.
+"""Pins the shared ring's memory, so that a GPU fetches a batch itself while the processor does other work.
 
-    lock = PageLock(torch.cuda.cudart())
-    lock.take(batch.image)      # the first time, the whole ring that it lies in
-    lock.release()
+    pinned = PinnedRing(torch.cuda.cudart())
+    pinned.pin(batch.image)     # the first time, the whole ring that it lies in
+    pinned.release()
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 
-class PageLock:
+class PinnedRing:
     """One per ring, of the process that has the GPU, once the workers are forked. Where it fails, copies are slower."""
 
     def __init__(self, cudart: Any):
         self.cudart, self.pointer = cudart, 0
-        self._ring: torch.UntypedStorage | None = None  # kept while it is locked
+        self._ring: torch.UntypedStorage | None = None  # kept while it is pinned
 
-    def take(self, image: torch.Tensor) -> None:
-        """Lock all shared memory that `image` is a part of, the first time. A batch with gaps is a copy, not shared."""
+    def pin(self, image: torch.Tensor) -> None:
+        """Pin all shared memory that `image` is a part of, the first time. A batch with gaps is a copy, not shared."""
         if self._ring is not None or not image.is_shared():
             return
         self._ring = image.untyped_storage()
@@ -33,7 +33,7 @@ class PageLock:
                 torch.zeros(1, device="cuda")
 
     def release(self) -> None:
-        """Unlock. Called when nothing is copied any more."""
+        """Unpin. Called when nothing is copied any more."""
         if self.pointer:
             self.cudart.cudaHostUnregister(self.pointer)
             self.pointer = 0
