@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -151,6 +152,33 @@ def test_the_scaler_leaves_out_a_step_that_overflowed() -> None:
     scaler.update()
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert scaler.get_scale() < 2**16
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_after_a_first_step_that_overflowed_the_next_ones_are_torchs(name: str, restored: None) -> None:
+    """Left out, it must leave no state: torch's fused SGD would keep memory as it was for its momentum. Filled with NaN
+    here, as --deterministic has it."""
+    torch.use_deterministic_algorithms(True)
+    weights = []
+    for skipped in (True, False):
+        torch.manual_seed(0)
+        module = network()
+        optimizer, scaler = build_optimizer(module, name, lr=0.1), grad_scaler(torch.device("cpu"), torch.float16)
+        image = torch.randn(4, 3, 8, 8)
+        for factor in ([math.inf] if skipped else []) + [1.0, 1.0]:
+            optimizer.zero_grad()
+            scaler.scale(module(image).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append([parameter.detach().clone() for parameter in module.parameters()])
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 SAMPLES, EPOCHS = 57, 6
