@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import torch
 from common import checkpoint
 from common.access.storage import Storage
 from common.errors import UserError
+from common.optim import build_optimizer
 from common.plan import Plan
 from common.running.resume import take_over
 from common.running.state import State
@@ -315,6 +317,30 @@ def test_flags_of_the_new_start_hold_and_are_said() -> None:
 def test_another_model_or_optimiser_is_refused(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"had {name} {CONFIG[name]}, this one has {value}; --{name}"):
         taken_over(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("before, after", [(torch.contiguous_format, torch.channels_last),
+                                           (torch.channels_last, torch.contiguous_format)])
+def test_a_resume_with_another_memory_format_goes_on_with_the_same_state(
+        name: str, before: torch.memory_format, after: torch.memory_format) -> None:
+    """Fused kernels walk through memory: moments laid out otherwise than their weights would go to other weights."""
+    def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        module(torch.arange(75.0).view(1, 3, 5, 5).sin()).square().sum().backward()
+        optimizer.step()
+        return module.weight.detach().clone()
+
+    torch.manual_seed(0)
+    module = torch.nn.Conv2d(3, 4, 3).to(memory_format=before)
+    optimizer, scaler = build_optimizer(module, name, lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    step(module, optimizer)
+    saved = copy.deepcopy({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {},
+                           "rng": torch.get_rng_state(), "config": CONFIG})
+    other = torch.nn.Conv2d(3, 4, 3).to(memory_format=after)
+    new = build_optimizer(other, name, lr=0.1)
+    list(take_over(saved, CONFIG, other, new, scaler))
+    torch.testing.assert_close(step(other, new), step(module, optimizer))
 
 
 def test_an_optimiser_of_other_shapes_is_refused() -> None:

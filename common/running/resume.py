@@ -33,7 +33,7 @@ def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch
     try:
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        _check_shapes(optimizer)
+        _lay_out(optimizer)
         if saved["scaler"]:  # empty where there was nothing to scale
             scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"])
@@ -49,12 +49,17 @@ def take_over(saved: Mapping[str, Any], config: Mapping[str, Any], module: torch
         yield f"resumed with other flags: {'; '.join(changed)}"
 
 
-def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """torch takes any, and the first step then reads beyond them. What has no dimension counts steps."""
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of each weight the weight's own strides, which --channels_last changes: fused kernels read memory
+    as it lies. Raises ValueError for another shape, beyond which they would read. What has no dimension counts steps.
+    """
     for weight, values in optimizer.state.items():
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != weight.shape:
-                raise ValueError(f"{name} of the optimiser is {tuple(value.shape)} for weights {tuple(weight.shape)}")
+            if isinstance(value, torch.Tensor) and value.dim():
+                if value.shape != weight.shape:
+                    raise ValueError(
+                        f"{name} of the optimiser is {tuple(value.shape)} for weights {tuple(weight.shape)}")
+                values[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 def _shown(value: Any) -> str:
