@@ -127,5 +127,6 @@ def make_validation(data: ShardIndex, batch_size: int, num_workers: int, world: 
 
 
 def classified(fields: Fields, data: ShardIndex) -> Fields:
-    """The fields, with what this data set knows of its classes."""
-    return dataclasses.replace(fields, num_classes=data.num_classes, classes=data.classes)
+    """The fields, with what this data set knows of its classes and images."""
+    return dataclasses.replace(
+        fields, num_classes=data.num_classes, classes=data.classes, first_image=data.first_image)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from common.files import write_atomic
 from common.indexing.folders import basename, folder_of, folders_of, promised_through_cache, read_any_info
 from common.indexing.info import INFO, Info, check_totals, description
 from common.indexing.paths import SUFFIXES, expand, gaps, shard_names
+from common.indexing.scan import first_image_field
 from common.processes import available_cpus, run_jobs
 from common.shards import classes_of, known_classes
 from common.tool import run_tool
@@ -86,8 +88,10 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
     except UserError as error:
         num_classes, classes = 0, None
         problems.append(Problem("wrong description", str(error), folder_of(paths[0])))
-    fields = Fields(fields.image_field, fields.label_field, num_classes or None, classes)
     storage = replace(storage, promised=promised_through_cache(paths, infos, storage))
+    with suppress(UserError):  # told of the shard below
+        fields = replace(fields, first_image=first_image_field(paths, storage))
+    fields = replace(fields, num_classes=num_classes or None, classes=classes)
     jobs = [CheckJob(path, name, storage, fields, out / f"{file}.tar" if out else None, throws_away)
             for path, name, file in zip(paths, names, file_names(names), strict=True)]
     shards = _run(jobs, num_workers)

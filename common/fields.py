@@ -56,14 +56,15 @@ def lost_sample(shard: str, count: int, fault: str) -> RawSample:
 
 @dataclass
 class Fields:
-    """Picks image and label. Fields that were not named are chosen by the first sample and then looked for first."""
+    """Picks image and label. `first_image` is the image's field in the first sample of the data set: where none was
+    named a sample's field of that name is taken, and else the one that there is."""
 
     image_field: str | None = None
     label_field: str | None = None
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
+    first_image: str | None = None
     _class_numbers: dict[str, int] = field(init=False, repr=False)
-    _image: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._class_numbers = {name: number for number, name in enumerate(self.classes or ())}
@@ -73,13 +74,12 @@ class Fields:
         if self.image_field is not None:
             if self.image_field in names:
                 return self.image_field
-        elif self._image in names and self._image is not None:
-            return self._image
+        elif self.first_image is not None and self.first_image in names:
+            return self.first_image
         else:
             found = [name for name in names if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
             plain = [name for name in found if "." not in name] or found
             if len(plain) == 1:
-                self._image = self._image or plain[0]
                 return plain[0]
             if found:
                 raise SampleError("no image", f"several fields could be it: {_listed(dict.fromkeys(found))}; name one "

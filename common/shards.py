@@ -28,7 +28,7 @@ from common.fields import Fields
 from common.indexing.folders import basename, folder_of, folders_of, promised_of, promised_through_cache, read_any_info
 from common.indexing.info import INFO, Info, check_totals, description, write_info
 from common.indexing.paths import expand, gaps, shard_names
-from common.indexing.scan import Scan, ScanJob, scan_shard
+from common.indexing.scan import Scan, ScanJob, first_image_field, scan_shard
 from common.processes import available_cpus, run_jobs
 from common.tars.samples import has_end_mark
 
@@ -46,6 +46,7 @@ class ShardIndex:
     classes: tuple[str, ...] | None = None
     storage: Storage = Storage()
     bytes_digest: str | None = None  # of the tars' lengths; None where one of them is not known
+    first_image: str | None = None  # the field that holds the image in the first sample; None where nobody asked
 
     @classmethod
     def open(cls, patterns: Sequence[str], fields: Fields | None = None, progress: ScanProgress | None = None,
@@ -80,8 +81,9 @@ class ShardIndex:
             raise UserError(f"no samples; all {len(paths)} shards of {shown(patterns[0])} are empty; write them anew")
         if labels:
             num_classes, classes = _found_classes(scans, paths)
+        first = [paths[i] for i in np.flatnonzero(sizes)[:1]] if fields and not fields.image_field else []
         index = cls(tuple(paths), tuple(shard_names(paths)), sizes, num_classes, classes, storage,
-                    _bytes_digest(paths, lengths))
+                    _bytes_digest(paths, lengths), first_image_field(first, storage))
         if scans and num_classes and not any(info.path for info in infos.values()) and _are_whole(scans, paths):
             _keep_info(index)
         return index

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from common.dataset import EpochPlan, StreamSource
 from common.fields import RawSample
@@ -71,3 +72,17 @@ def by_stream(index: ShardIndex) -> list[RawSample]:
     plan = EpochPlan(index.num_samples, 1, 1, rank=0, world_size=1, seed=0, window=-1, drop_last=True)
     pieces = StreamSource(index, plan, resampled=False).pieces(0, 1, Mix("none", 1, 1, 0))
     return [sample for _, samples in pieces for _, sample in samples]
+
+
+def write_two_kinds(folder: Path) -> Path:
+    """Two shards of six: the first sample has a bmp, some have a png alone, others both, with other pixels."""
+    for shard in range(2):
+        members = []
+        for number in range(6 * shard, 6 * shard + 6):
+            for kind in ("bmp",) if number == 0 else ("png",) if number % 4 == 1 else ("png", "bmp"):
+                buffer = io.BytesIO()
+                Image.new("RGB", (40, 40), (20 * number, 200 if kind == "png" else 0, 0)).save(buffer, kind)
+                members.append((f"{number:02d}.{kind}", buffer.getvalue()))
+            members.append((f"{number:02d}.cls", b"%d" % (number % 2)))
+        write_tar(folder / f"t-{shard}.tar", members)
+    return folder

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from common.check_shards import main
+from common.errors import UserError
+from common.fields import Fields
 from common.shards import ShardIndex
 from common.tars.index import read_index, write_index
 from tests.helpers import command, end, jpeg, run, start, write_shards
-from tests.tars import by_position, by_stream, files, scan_tar, write_tar
+from tests.tars import by_position, by_stream, files, scan_tar, write_tar, write_two_kinds
 
 KEYS = [f"{number:02d}" for number in range(10)]
 
@@ -33,6 +35,22 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
         "exact and resampled feed any number of ranks × workers; split at most 3 ranks, and every worker if ranks × "
         "workers are at most 3"]
     assert "\r" not in done.err
+
+
+def test_a_label_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of a million among two would make a model of a million classes."""
+    write_tar(tmp_path / "t.tar", [(f"{i}.{name}", data) for i, label in enumerate((0, 1, 999_999)) for name, data in (
+        ("jpg", jpeg(0, i)), ("cls", b"%d" % label))])
+    assert main([str(tmp_path), "--json", "-w", "0"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["causes"] == {"stray label": 1} and not found["warnings"]
+    with pytest.raises(UserError, match="a label of 999999 among 3 different ones"):
+        ShardIndex.open([str(tmp_path)], Fields(), labels=True)
+
+
+def test_the_first_samples_field_is_the_image_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_two_kinds(tmp_path)
+    assert main([str(tmp_path), "-w", "0"]) == 0, capsys.readouterr().out
 
 
 def broken_folder(folder: Path) -> Path:

@@ -74,9 +74,9 @@ def test_which_field_is_the_image() -> None:
     with pytest.raises(SampleError, match="several fields could be it: jpg, png"):
         Fields().image_name({"jpg": b"", "png": b""})
     assert Fields(image_field="png").image_name({"jpg": b"", "png": b""}) == "png"
-    fields = Fields()
-    assert fields.image_name({"left.jpg": b"", "json": b""}) == "left.jpg"
-    assert fields.image_name({"right.jpg": b"", "left.jpg": b""}) == "left.jpg"  # the first sample has decided
+    fields = Fields(first_image="left.jpg")
+    assert fields.image_name({"right.jpg": b"", "left.jpg": b""}) == "left.jpg"
+    assert fields.image_name({"right.jpg": b""}) == "right.jpg"
 
 
 def test_category() -> None:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.access.storage import Storage
-from common.access.urls import shown
+from common.access.urls import is_command, shown
 from common.errors import UserError, printable
 from common.fields import TORN_SHARD, Fields, RawSample, SampleError, lost_sample
 from common.tars.index import load_samples
@@ -53,6 +53,21 @@ def scan_shard(numbered: tuple[int, ScanJob]) -> tuple[int, Scan]:
         if job.fields is not None:
             _look(scan, sample, job.fields)
     return number, scan
+
+
+def first_image_field(paths: Iterable[str], storage: Storage) -> str | None:
+    """Which field holds the image in the first sample that there is; None where it cannot be told, as of a command."""
+    for path in paths:
+        if is_command(path):
+            return None
+        try:
+            with storage.open(path) as file:
+                sample = next(stream_samples(file, path, shown(path)), None)
+            if sample is not None:
+                return Fields().image_name(sample.fields)
+        except (TornTar, SampleError):  # told when it is read
+            return None
+    return None
 
 
 def _look(scan: Scan, sample: RawSample, fields: Fields) -> None:
