@@ -128,14 +128,25 @@ def checked(piece: MadePiece) -> MadePiece:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pinned memory."""
+    """The batches on `device`: on CUDA copied on a stream of its own, one ahead, from pinned memory.
+
+    An error comes after the batches before it, as without one ahead: they are trained on, validated and saved.
+    """
     if device.type != "cuda":
         yield from batches
         return
     stream, pinned = torch.cuda.Stream(device), PinnedRing(torch.cuda.cudart())
     ahead: Batch | None = None
+    source, fault = iter(batches), None
     try:
-        for batch in batches:
+        while fault is None:
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            except Exception as error:
+                fault = error
+                break
             pinned.pin(batch.image)  # the workers were forked before they made it
             with torch.cuda.stream(stream):
                 moved = replace(batch, image=batch.image.to(device, non_blocking=True),
@@ -148,6 +159,8 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch
             ahead = moved
         if ahead is not None:
             yield ahead
+        if fault is not None:
+            raise fault
     finally:
         stream.synchronize()
         pinned.release()

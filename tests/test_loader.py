@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from common import loader
 from common.assembly import classified, make_validation
 from common.batch_dataset import BatchDataset
 from common.collate import Batch, MadePiece, SkippedSample, assemble
@@ -28,11 +30,11 @@ from common.loader import Loader, on_device
 from common.mixing import Mix
 from common.pinned_ring import PinnedRing
 from common.processes import let_threads_settle
-from common.sampling import Step
+from common.sampling import Progress, Step
 from common.shards import ShardIndex
 from common.transforms import ImageTransform
 from tests.helpers import jpeg, write_shards
-from tests.tars import write_tar
+from tests.tars import write_tar, write_two_kinds
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +156,58 @@ def test_batches_reach_a_gpu_as_they_are(index: ShardIndex, workers: int) -> Non
     assert torch.ones(2, device=device).sum().item() == 2
     pinned.release()
     assert not ring.is_pinned()
+
+
+@pytest.mark.parametrize("sampling", ["exact", "split"])
+def test_which_field_is_the_image_depends_on_the_first_sample_alone(tmp_path: Path, sampling: str) -> None:
+    """Not on what a worker, a rank or a start happens to read first."""
+    index = ShardIndex.open([str(write_two_kinds(tmp_path))], Fields())
+    fields = classified(Fields(), index)
+    assert index.first_image == "bmp"
+
+    def read(workers: int, progress: Progress, rank: int = 0, ranks: int = 1) -> dict:
+        plan = EpochPlan(12, 2 * ranks, 1, rank, ranks, 0, -1, progress=progress)
+        source = ExactSource(index, plan) if sampling == "exact" else StreamSource(index, plan, False)
+        dataset = BatchDataset(source, Mix("none", 2, max(workers, 1), 0), fields, ImageTransform(8, "center"))
+        return {key: value[8 * 8] for key, value in pixels(Loader(dataset, workers)).items()}  # green
+
+    expected = {(f"t-{number // 6}", number % 6): 200 if number % 4 == 1 else 0 for number in range(12)}
+    for workers in (0, 1, 2):
+        assert read(workers, Progress()) == expected
+        assert read(workers, Progress(0, 2, 2, 4)).items() < expected.items()
+    for rank in range(2):
+        assert read(1, Progress(), rank, 2).items() < expected.items()
+
+
+class Held:
+    """A tensor that is on any device already."""
+
+    def to(self, device: torch.device, non_blocking: bool) -> Held:
+        return self
+
+    def record_stream(self, stream: None) -> None: ...
+    def is_shared(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_error_costs_no_batch_that_came_before_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a GPU has one ahead: an epoch's last step is not lost to the first bad sample of the next."""
+    cuda = SimpleNamespace(
+        Stream=lambda device: SimpleNamespace(synchronize=lambda: None), stream=lambda stream: nullcontext(),
+        cudart=lambda: None, current_stream=lambda device: None)
+    monkeypatch.setattr(loader, "torch", SimpleNamespace(cuda=cuda))
+
+    def batches() -> Iterator[Any]:
+        for step in range(3):
+            yield Batch(Held(), Held(), Step(0, step, step, step, step + 1), [], [], [], [])  # type: ignore[arg-type]
+        raise UserError("a bad sample")
+
+    steps = []
+    with pytest.raises(UserError, match="a bad sample"):
+        for batch in loader.on_device(batches(), SimpleNamespace(type=kind)):  # type: ignore[arg-type]
+            steps.append(batch.step.step)
+    assert steps == [0, 1, 2]
 
 
 @pytest.mark.parametrize("sampling", ["split", "resampled"])
