@@ -60,12 +60,17 @@ def fit(run: Run) -> str:
     """Train to the end, or until a stop: returns "complete" or "stopped". Every rank calls it."""
     run.validation = run.validation and run.validation.matched(run.plan.num_classes, run.plan.classes)
     run.module.train()
-    run.stepper.warm_up(run.loader.dataset.transform.size)
     try:
+        run.stepper.warm_up(run.loader.dataset.transform.size)
         return "stopped" if _train(run) else "complete"
     except UserError as error:
         raise run.world.own_error(error) from None
     except RuntimeError as error:
+        if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            reason = str(error).strip().partition("\n")[0][:160]
+            raise run.world.own_error(UserError(
+                f"the model cannot be compiled ({type(error).__name__}: {reason}); --compile; install a C++ compiler, "
+                "or leave it out")) from None
         if "does not have a deterministic implementation" not in str(error):
             raise
         operator = str(error).split()[0]
@@ -203,10 +208,10 @@ def agree(run: Run, batch: Batch, outcome: Outcome) -> tuple[bool, float, float,
     loss = outcome.loss if finite else 0.0
     stop, num_infinite, num_bad, loss, correct, num_samples = run.world.sum(
         [asked_to_stop(run), not finite, bad, loss, outcome.correct, outcome.num_samples])
+    run.records.errors.check(int(num_bad))
     if num_infinite:
         names = [f"{shard}/{printable(key)}" for shard, key in zip(batch.shard, batch.key, strict=True)]
         keys = ", ".join(key for keys in run.world.gather([] if finite else names) for key in keys)
         raise SharedError(f"the loss is not finite; epoch {batch.step.epoch}, step {batch.step.step}, samples {keys}; "
                           "the last checkpoint is untouched: lower -lr, set --clip_grad, or look at these samples")
-    run.records.errors.check(int(num_bad))
     return stop > 0, loss, correct, int(num_samples)

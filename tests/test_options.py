@@ -223,14 +223,26 @@ def test_cuda_paths(tmp_path: Path) -> None:
     assert rows(tmp_path / "a" / "metrics.jsonl")[-1]["epoch"] == 0
 
 
-def test_what_has_no_deterministic_algorithm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["warm_up", "train"])
+def test_what_has_no_deterministic_algorithm_is_told(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def refuse(*arguments: Any) -> None:
         raise RuntimeError("some_backward_cuda does not have a deterministic implementation, but you set …")
 
-    monkeypatch.setattr("common.step.Stepper.train", refuse)
+    monkeypatch.setattr(f"common.step.Stepper.{when}", refuse)
     with pytest.raises(UserError, match="some_backward_cuda gives other bits.*--deterministic"):
         train_here(tmp_path / "run", **DUMMY, arch="tiny", epoch_samples=8, batch_size=4, n_epochs=1)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_machine_that_cannot_compile_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
+    words = r"^the model cannot be compiled \(.*\); --compile; install a C\+\+ compiler"
+    with pytest.raises(UserError, match=words) as told:
+        train_here(tmp_path / "run", **DUMMY, arch="tiny", epoch_samples=8, batch_size=4, n_epochs=1, compile=True)
+    assert "\n" not in str(told.value)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(("classes", "val_classes", "words"), [
