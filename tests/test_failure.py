@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import UsageError, UserError
 from common.launching.failure import RankError, SharedError, explain, leave, own_error
 from common.launching.launch_env import Launch
 from common.launching.rendezvous import meet
-from tests.helpers import end, start
+from tests.helpers import ROOT, TINY, end, run, start
 
 RANK = """
 import os, sys, time
@@ -136,6 +139,38 @@ def old_store() -> dist.TCPStore:
     return store
 
 
+STUCK = """
+import signal, time
+import train_ddp
+from common.entry import run_script
+from common.errors import UserError
+from common.step import Stepper
+
+def train(self, batch, usual=Stepper.train):
+    if batch.step.global_step < 2:
+        return usual(self, batch)
+    if self.world.rank == 1:
+        raise UserError("a bad sample; shard x; mend it")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(600)
+
+Stepper.train = train
+run_script(train_ddp.main, has_ranks=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_is_recorded_though_rank_0_waits_for_its_gpu(tmp_path: Path) -> None:
+    """As it does behind NCCL's kernels when another rank is gone, until torchrun ends it. Else Slurm would queue the
+    failed job again, since all that it sees is a run that was cut off."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    result = run(str(tmp_path / "stuck.py"), "--dummy", "--epoch_samples", 64, *TINY, "-b", 4, "-w", 0, "--output",
+                 tmp_path / "run", ranks=2, PYTHONPATH=str(ROOT))
+    assert result.code == 1
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "a bad sample; shard x; mend it" in status["reason"]
+
+
 def test_a_shared_error_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 keeps the store for the others to read from; those that have left need it no more."""
     store, slept = dist.HashStore(), []
@@ -163,6 +198,15 @@ def test_what_an_error_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
     for bug in (ValueError("x"), RuntimeError("shapes do not match"), torch.OutOfMemoryError("gloo"),
                 KeyboardInterrupt()):
         assert explained(bug, 1) is bug
+    usage = UsageError("fp16 on the CPU; --amp")
+    assert explained(usage, 1) is usage  # with its exit code
+    mistake = explained(RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a000"), 0)
+    assert re.match(r"rank 0 \(.*\): NCCL failed \(Duplicate GPU detected : rank 0 and rank 1 both on", str(mistake))
+    gone = explained(RuntimeError("NCCL error\nLast error:\nsocketProgress: Connection closed by remote peer node2"), 0)
+    assert "lost another rank" in str(gone)
     shared = SharedError("on all")
     assert explained(shared, 1) is shared and own_error(shared, 1, 2) is shared
     mine = UserError("bad image")

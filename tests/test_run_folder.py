@@ -244,6 +244,7 @@ def test_finish_keeps_the_reason_and_a_restart_drops_it(tmp_path: Path) -> None:
     RunFolder(tmp_path).finish("failed", "before it began")
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["reason"], status["attempts"]) == ("failed", "before it began", [START])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["status.json"]
     RunFolder(tmp_path).start_attempt(LATER)
     assert read_json(tmp_path / "status.json")["reason"] is None
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import UsageError, UserError
 from common.lock import NodeLock, lock_path
 
 HEAR_SECONDS = 5.0  # that a store is waited for, or kept, when a run is over anyway
@@ -43,6 +43,9 @@ def explain(error: BaseException, *, rank: int, timeout_seconds: float) -> BaseE
     """
     if isinstance(error, RankError) or not isinstance(error, Exception):
         return error
+    if isinstance(error, UsageError):
+        _tell(str(error))
+        return error  # with an exit code of its own
     host = os.uname().nodename
     if isinstance(error, SharedError):
         if rank == 0:
@@ -55,6 +58,9 @@ def explain(error: BaseException, *, rank: int, timeout_seconds: float) -> BaseE
         _tell(f"rank {rank} ({host}): {type(error).__name__}: {error}")
         return error
     reason = _first_words(str(error)) or type(error).__name__
+    if (fault := _fault_of_nccl(str(error))) is not None:
+        first, told = _tell(message := f"rank {rank} ({host}): NCCL failed ({fault}); NCCL_DEBUG=INFO tells more")
+        return RankError(told or message, told=not first)
     timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
     hint = f"no answer within --timeout {timeout_seconds:g} s" if timed_out else "the connection is closed"
     message = (f"rank {rank} lost another rank in a collective, {hint} ({reason}); on {host}; "
@@ -67,6 +73,13 @@ def _first_words(text: str) -> str:
     """The first sentence, without the place in gloo's source that it begins with."""
     line = (text.strip().splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*:\d+\] ", "", line).partition(". ")[0][:160]
+
+
+def _fault_of_nccl(text: str) -> str | None:
+    """What NCCL says of a fault of this machine's, behind "Last error:"; None where it has lost another rank."""
+    fault = " ".join(text.partition("Last error:")[2].split())
+    lost = re.search(r"remote|peer|connection|socket|closed|reset|timed? ?out|abort", fault, re.IGNORECASE)
+    return fault[:200] if fault and not lost else None
 
 
 def own_error(error: Exception, rank: int, size: int) -> Exception:

@@ -15,6 +15,7 @@ from typing import Any
 from common import __version__
 from common.access.urls import shown_settings
 from common.distributed import World
+from common.launching.failure import RankError, SharedError
 from common.lock import NodeLock, lock_path
 from common.plan import Plan
 from common.processes import available_cpus
@@ -88,7 +89,9 @@ def keep_records(world: World, folder: RunFolder, plan: Plan, state: State,
             yield Records(folder, world, attempt, report, lock, errors, state, description)
     except Exception as error:
         explained = world.explain(error)
-        if world.is_main:
+        # Rank 0 may not come to it: where another rank is gone, it waits for its GPU until the launcher ends it.
+        is_told = isinstance(explained, SharedError) or isinstance(explained, RankError) and explained.told
+        if world.is_main or not is_told:
             folder.finish("failed", str(explained) or type(explained).__name__)
         if explained is error:
             raise

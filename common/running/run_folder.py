@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import Json, read_json, write_atomic, writing
+from common.files import Json, read_json, write_atomic, write_shared, writing
 from common.processes import age_seconds
 from common.running.relaunch import agent_name, find_folder, is_restart, remember_folder
 
@@ -102,7 +102,8 @@ class RunFolder:
         """Record how the run ended: stopped, complete or failed. A `stop` file that came too late is taken away.
 
         After a failure it stays: torchrun may start the run again, which is to stop then. Before `start_attempt`
-        only an older run's status changes: a folder in which nothing began holds no run.
+        only an older run's status changes: a folder in which nothing began holds no run. Rank 0 calls it, and after a
+        failure the rank that tells of it, too.
         """
         if state != "failed":
             with suppress(OSError):
@@ -110,9 +111,13 @@ class RunFolder:
         status = self._status or read_json(self.path / "status.json")
         if not status:
             return
-        self._status = {**status, "state": state, "reason": reason}
         try:
-            self._write_status()
+            if self._status:
+                self._status |= {"state": state, "reason": reason}
+                self._write_status()
+            else:  # another rank than 0, or another run
+                with writing(self.path):
+                    write_shared(self.path / "status.json", json.dumps({**status, "state": state, "reason": reason}))
         except UserError:
             if state != "failed":  # else the failure itself is what the user must see
                 raise
