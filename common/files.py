@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from common.errors import UserError
 
 Json = dict[str, Any]
+BLOCK = 1 << 16
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -98,3 +99,30 @@ def read_json(path: Path) -> Json:
         if isinstance(value, dict):
             return value
     return {}
+
+
+def append_rows(path: Path, rows: Iterable[Json]) -> None:
+    """Add lines of JSON to a file, which one process at a time writes, less what a kill has torn at its end."""
+    with writing(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            cut_torn_line(file)
+            lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            if os.write(file, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
+
+
+def cut_torn_line(file: int) -> None:
+    """Cut off what stands after the last newline: the row during which a run was killed."""
+    size = end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - BLOCK, 0)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(file, end)

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
-from common.files import remedy
+from common.files import cut_torn_line, remedy
 from common.tool import run_tool
 
 if TYPE_CHECKING:  # reading a trace needs no torch
     from common.collate import Batch
-
-BLOCK = 1 << 16
 
 
 def trace_path(output: str | Path, rank: int) -> Path:
@@ -70,7 +68,7 @@ def _open_for_append(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _cut_torn_line(file)
+        cut_torn_line(file)
     except OSError as error:
         raise _unwritable(error, path) from None
     return file
@@ -78,20 +76,6 @@ def _open_for_append(path: Path) -> int:
 
 def _unwritable(error: OSError, path: Path) -> UserError:
     return UserError(f"the trace cannot be written ({error.strerror}); {path}; {remedy(error)}choose another --output")
-
-
-def _cut_torn_line(file: int) -> None:
-    """Cut off what stands after the last newline: the row during which a run was killed."""
-    size = end = os.fstat(file).st_size
-    while end > 0:
-        start = max(end - BLOCK, 0)
-        newline = os.pread(file, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(file, end)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tarfile
 from collections import Counter
@@ -18,7 +19,7 @@ from common.collate import Batch, SkippedSample
 from common.config import TrainConfig
 from common.distributed import World
 from common.errors import UserError
-from common.running.error_log import ErrorLog
+from common.running.error_log import ErrorLog, listed
 from common.sampling import Step
 from tests.helpers import TINY, jpeg, rows, run, trace, write_shards
 from tests.tars import write_tar
@@ -159,20 +160,41 @@ def test_a_validation_set_without_a_usable_sample(tmp_path: Path) -> None:
 
 
 def test_a_bad_sample_counts_once_whoever_reads_it(tmp_path: Path) -> None:
-    """Each rank's new ones are shared at a check: in the next epoch another rank may read them."""
-    class Ranks(World):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, {("train", "s", 9): "corrupt"} if isinstance(value, dict) else value]
-
-    log = ErrorLog(tmp_path / "errors.jsonl", Ranks(0, 2, 0, torch.device("cpu")), max_errors=3)
+    """What all ranks have skipped meets at a check: in the next epoch another rank may read a sample."""
+    log = ErrorLog(tmp_path / "errors.jsonl", TwoAlike(0, 2, 0, torch.device("cpu")), max_errors=3)
     for epoch in range(3):
-        assert log.add(skipping(epoch, 5, 6)) == (2 if epoch == 0 else 0)
-        log.check(3 if epoch == 0 else 0)
-        assert log.add(skipping(epoch, 9)) == 0
-    assert log.skipped() == "3 samples: 3 corrupt" and len(rows(tmp_path / "errors.jsonl")) == 9
+        assert log.add(skipping(epoch, 5, 6)) == 2
+        log.check(4)
+        assert log.add(skipping(epoch, 9)) == 1
+        log.check(2)
+        log.check(0)
+    assert log.skipped() == "3 samples: 3 corrupt" and len(rows(tmp_path / "errors.jsonl")) == 18
     assert log.add(skipping(3, 5), kind="val") == 1
     with pytest.raises(UserError, match="more than --max_errors 3 samples could not be used, 4 samples: 4 corrupt"):
         log.check(1)
+
+
+class TwoAlike(World):
+    """Two ranks that bring the same."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def test_what_a_kill_has_torn_is_no_part_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line does not join it; and a full disk is told, not half a line left as if all were well."""
+    path = tmp_path / "errors.jsonl"
+    path.write_text('{"kind": "train", "shard": "s", "count": 1, "cause": "x"}\n{"kind": "tra')
+    log = ErrorLog(path, World(0, 1, 0, torch.device("cpu")), max_errors=9)
+    log.check(log.add(skipping(0, 5)))
+    assert [row["count"] for row in rows(path)] == [1, 5]
+    assert listed(path) == {("train", "s", 1): "x", ("train", "s", 5): "corrupt"}
+    monkeypatch.setattr("os.write", lambda file, data, write=os.write: write(file, data[:7]))
+    with pytest.raises(UserError, match=r"cannot write \(No space left on device\); .*errors.jsonl; free some space"):
+        log.check(log.add(skipping(0, 6)))
 
 
 def test_a_resumed_run_remembers_what_it_has_skipped(tmp_path: Path) -> None:
@@ -197,19 +219,20 @@ def test_log_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     """At most one per cause in 30 s; every sample is listed, on one line whatever its key holds."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    log = ErrorLog(tmp_path / "errors.jsonl", World(1, 2, 1, torch.device("cpu")), max_errors=9, attempt=2)
+    log = ErrorLog(tmp_path / "errors.jsonl", TwoAlike(1, 2, 1, torch.device("cpu")), max_errors=9, attempt=2)
     bad = [SkippedSample("corrupt", "corrupt: x", "s", 5, "a\nb\udc80"),
            SkippedSample("no label", "no label: y", "s", 6, "c")] * 50
     batch = Batch(torch.empty(0), torch.empty(0), Step(3, 7, 9, 0, 4), [], [], [], [], skipped=bad)
-    assert log.add(batch) == 2
+    assert log.add(batch) == 100
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2 and r"key a\nb\udc80; rank 1, 1 of this cause so far" in told[0]
     now[0] += 31
     log.add(batch)
     assert len(capsys.readouterr().out.splitlines()) == 2
-    listed = rows(tmp_path / "errors.jsonl")
-    assert len(listed) == 200
-    assert listed[0] == {"attempt": 2, "kind": "train", "epoch": 3, "step": 7, "rank": 1, "cause": "corrupt",
+    log.check(200)
+    found = rows(tmp_path / "errors.jsonl")
+    assert len(found) == 400
+    assert found[0] == {"attempt": 2, "kind": "train", "epoch": 3, "step": 7, "rank": 1, "cause": "corrupt",
                          "detail": "corrupt: x",
                          "shard": "s", "count": 5, "key": "a\nb\udc80"}
 

@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from common.collate import Batch, SkippedSample
+from common.collate import Batch
 from common.distributed import World
 from common.errors import one_line, printable
-from common.files import writing
+from common.files import append_rows
 from common.launching.failure import SharedError
 
 SECONDS_BETWEEN_LINES = 30.0  # of one cause
@@ -28,7 +29,7 @@ Sample = tuple[str, str, int]  # train or val, shard, place in it
 
 
 class ErrorLog:
-    """One per rank. Every rank appends to the same file, a line in one write; without a `path` nothing is listed.
+    """One per rank. Rank 0 writes what all bring to a check; without a `path` nothing is listed.
 
     A sample counts once, however often it is read, on whichever ranks and in whichever start; it is listed each time.
     """
@@ -38,33 +39,35 @@ class ErrorLog:
         self.path, self.world, self.max_errors, self.attempt = path, world, max_errors, attempt
         self.causes = dict(earlier or {})  # of what could not be used on any rank, up to the last check
         self.latest = ""
-        self._new: dict[Sample, str] = {}  # this rank's, since then
+        self._new: list[dict[str, Any]] = []  # rows of this rank's, since then
         self._told_seconds: dict[str, float] = {}
 
     def add(self, batch: Batch, kind: str = "train") -> int:
-        """List what this batch had to leave out; returns how many samples of it are new, for `check`."""
+        """Note what this batch had to leave out; returns how many samples that are, for `check`."""
+        step = batch.step
         for bad in batch.skipped:
-            if (kind, bad.shard, bad.count) not in self.causes:
-                self._new[kind, bad.shard, bad.count] = bad.cause
+            self._new.append({
+                "attempt": self.attempt, "kind": kind, "epoch": step.epoch, "step": step.step, "rank": self.world.rank,
+                "cause": bad.cause, "detail": bad.detail, "shard": bad.shard, "count": bad.count, "key": bad.key})
             self.latest = f"{bad.detail}; shard {bad.shard}, key {printable(bad.key)}"
-            if self.path is not None:
-                self._append(self.path, batch, bad, kind)
             now = time.monotonic()
             if now - self._told_seconds.get(bad.cause, -SECONDS_BETWEEN_LINES) >= SECONDS_BETWEEN_LINES:
                 self._told_seconds[bad.cause] = now
-                num_alike = Counter((self.causes | self._new).values())[bad.cause]
+                num_alike = Counter((self.causes | _causes(self._new)).values())[bad.cause]
                 tqdm.write(one_line(f"skipped: {self.latest}; rank {self.world.rank}, {num_alike} of "
                                       f"this cause so far{f', all in {self.path}' if self.path else ''}"))
-        return len(self._new)
+        return len(batch.skipped)
 
-    def check(self, num_new: int) -> None:
-        """Learn what is new on the other ranks, `num_new` on all together, and raise on all of them when there are too
-        many samples. Every rank calls it."""
-        if not num_new:
+    def check(self, num_skipped: int) -> None:
+        """List what all ranks had to leave out, `num_skipped` together, and raise on all of them when there are too
+        many different samples. Every rank calls it."""
+        if not num_skipped:
             return
-        for new in self.world.gather(self._new):
-            self.causes |= new
-        self._new = {}
+        rows = [row for new in self.world.gather(self._new) for row in new]
+        self.causes |= _causes(rows)
+        self._new = []
+        if self.path is not None:
+            self.world.on_main(partial(append_rows, self.path, rows))
         if len(self.causes) > self.max_errors:
             raise self.refusal(f"more than --max_errors {self.max_errors} samples could not be used",
                                advice="mend the shards, or raise --max_errors")
@@ -81,17 +84,6 @@ class ErrorLog:
         counts = Counter(cause for sample, cause in self.causes.items() if kind in (None, sample[0]))
         return summary(counts) if counts else ""
 
-    def _append(self, path: Path, batch: Batch, bad: SkippedSample, kind: str) -> None:
-        row = {"attempt": self.attempt, "kind": kind, "epoch": batch.step.epoch, "step": batch.step.step,
-               "rank": self.world.rank,
-               "cause": bad.cause, "detail": bad.detail, "shard": bad.shard, "count": bad.count, "key": bad.key}
-        with writing(path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, (json.dumps(row) + "\n").encode())
-            finally:
-                os.close(descriptor)
-
 
 def listed(path: Path) -> dict[Sample, str]:
     """Which samples a file of these lists, and why. A line that a killed rank has torn is left out."""
@@ -99,9 +91,12 @@ def listed(path: Path) -> dict[Sample, str]:
     with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
-                row = json.loads(line)
-                found[str(row["kind"]), str(row["shard"]), int(row["count"])] = str(row["cause"])
+                found |= _causes([json.loads(line)])
     return found
+
+
+def _causes(rows: Iterable[Mapping[str, Any]]) -> dict[Sample, str]:
+    return {(str(row["kind"]), str(row["shard"]), int(row["count"])): str(row["cause"]) for row in rows}
 
 
 def summary(counts: Counter[str]) -> str:
