@@ -46,7 +46,7 @@ class Recipe:
     def lr_at(self, step: Step) -> float:
         """The learning rate of a step, by the samples of the run that lie before it.
 
-        So a run that goes on with another global batch goes on along the same curve: no jump, no second warm-up.
+        So a run that goes on with another global batch goes on along its curve, to within a step: no second warm-up.
         """
         place = step.epoch * self.steps_per_epoch + step.start / self.global_batch  # global_step, if nothing changed
         return learning_rate(place, base=self.lr, schedule=self.schedule,
