@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -39,6 +40,7 @@ from common.writing.keys import file_names
 from common.writing.output import REJECTED
 
 NUM_SHOWN = 20  # problems of one cause that are printed
+FIXING = ".fixing"  # where clean shards are written, in OUT: a check that is interrupted leaves none to be read
 
 
 @dataclass
@@ -92,7 +94,7 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
     with suppress(UserError):  # told of the shard below
         fields = replace(fields, first_image=first_image_field(paths, storage))
     fields = replace(fields, num_classes=num_classes or None, classes=classes)
-    jobs = [CheckJob(path, name, storage, fields, out / f"{file}.tar" if out else None, throws_away)
+    jobs = [CheckJob(path, name, storage, fields, out / FIXING / f"{file}.tar" if out else None, throws_away)
             for path, name, file in zip(paths, names, file_names(names), strict=True)]
     shards = _run(jobs, num_workers)
     problems += [problem for shard in shards for problem in shard.problems]
@@ -170,8 +172,10 @@ def lines(report: CheckReport) -> list[str]:
 
 
 def _finish_fix(report: CheckReport, out: Path) -> str:
-    """Describe the clean shards, and list what could not be saved."""
+    """Put the clean shards in their place, describe them, and list what could not be saved."""
     kept = [shard for shard in report.shards if shard.num_saved]
+    for path in (out / FIXING).iterdir():
+        path.replace(out / path.name)
     info = description([(shard.job.out.name, shard.num_saved, shard.bytes_saved) for shard in kept if shard.job.out],
                        report.num_classes, report.classes)
     write_atomic(out / INFO, json.dumps(info, indent=1))
@@ -185,6 +189,8 @@ def _finish_fix(report: CheckReport, out: Path) -> str:
 def _open_out(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / FIXING, ignore_errors=True)
+        (out / FIXING).mkdir()
     except OSError as error:
         raise UserError(f"cannot be made ({error.strerror}); {out}; choose another OUT") from None
     there = [path for path in out.iterdir() if path.name.endswith(SUFFIXES) or path.name == INFO]
@@ -206,6 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
+    finally:
+        if args.fix:
+            shutil.rmtree(args.fix / FIXING, ignore_errors=True)
     print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join([*lines(report), *filter(None, [saved])]))
     return 1 if report.problems else 0
 

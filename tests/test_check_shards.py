@@ -6,9 +6,11 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common import check_shards
 from common.check_shards import main
 from common.errors import UserError
 from common.fields import Fields
@@ -35,6 +37,26 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
         "exact and resampled feed any number of ranks × workers; split at most 3 ranks, and every worker if ranks × "
         "workers are at most 3"]
     assert "\r" not in done.err
+
+
+def test_an_interrupted_fix_leaves_no_shard_that_could_be_read(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Some of the clean shards would pass for a whole data set. The same command again makes them all."""
+    shards, out = write_shards(tmp_path / "in"), tmp_path / "out"
+
+    def interrupted(*arguments: Any, check: Any = check_shards.check) -> None:
+        check(*arguments)
+        assert len(list((out / check_shards.FIXING).glob("*.tar"))) == 3
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(check_shards, "check", interrupted)
+        main([str(shards), "--fix", str(out), "-w", "0"])
+    assert list(out.iterdir()) == []
+    assert main([str(shards), "--fix", str(out), "-w", "0"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["info.json", *(f"test-{number:04d}.{kind}" for number in range(3) for kind in ("tar", "idx"))])
+    assert ShardIndex.open([str(out)]).num_samples == 20
 
 
 def test_a_label_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
