@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from common.writing.keys import file_names
 from common.writing.output import REJECTED
 
 NUM_SHOWN = 20  # problems of one cause that are printed
-FIXING = ".fixing"  # where clean shards are written, in OUT: a check that is interrupted leaves none to be read
 
 
 @dataclass
@@ -70,9 +68,10 @@ class CheckReport:
             "feeds": {"exact": None, "resampled": None, "split": full}}
 
 
-def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers: int, out: Path | None = None,
+def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers: int, work: Path | None = None,
           throws_away: bool = False) -> CheckReport:
-    """Look at every shard that `patterns` name. Raises UserError where there is none, or `out` cannot be used.
+    """Look at every shard that `patterns` name; clean copies go to `work`. Raises UserError where there is none, or
+    `work` cannot be written.
 
     `throws_away`: plain copies in the cache of `storage` are removed as soon as they have been read.
     """
@@ -94,7 +93,7 @@ def check(patterns: Sequence[str], fields: Fields, storage: Storage, num_workers
     with suppress(UserError):  # told of the shard below
         fields = replace(fields, first_image=first_image_field(paths, storage))
     fields = replace(fields, num_classes=num_classes or None, classes=classes)
-    jobs = [CheckJob(path, name, storage, fields, out / FIXING / f"{file}.tar" if out else None, throws_away)
+    jobs = [CheckJob(path, name, storage, fields, work / f"{file}.tar" if work else None, throws_away)
             for path, name, file in zip(paths, names, file_names(names), strict=True)]
     shards = _run(jobs, num_workers)
     problems += [problem for shard in shards for problem in shard.problems]
@@ -171,10 +170,11 @@ def lines(report: CheckReport) -> list[str]:
     return text
 
 
-def _finish_fix(report: CheckReport, out: Path) -> str:
+def _finish_fix(report: CheckReport, work: Path, out: Path) -> str:
     """Put the clean shards in their place, describe them, and list what could not be saved."""
     kept = [shard for shard in report.shards if shard.num_saved]
-    for path in (out / FIXING).iterdir():
+    _check_empty(out)
+    for path in work.iterdir():
         path.replace(out / path.name)
     info = description([(shard.job.out.name, shard.num_saved, shard.bytes_saved) for shard in kept if shard.job.out],
                        report.num_classes, report.classes)
@@ -186,13 +186,17 @@ def _finish_fix(report: CheckReport, out: Path) -> str:
     return f"{info['dataset size']} samples saved in {len(kept)} clean shards; {out}{where}"
 
 
-def _open_out(out: Path) -> None:
+def _open_out(out: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder in OUT for clean shards until all are written: a check that is interrupted leaves none to be read."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / FIXING, ignore_errors=True)
-        (out / FIXING).mkdir()
+        _check_empty(out)
+        return tempfile.TemporaryDirectory(prefix=".fixing-", dir=out)
     except OSError as error:
         raise UserError(f"cannot be made ({error.strerror}); {out}; choose another OUT") from None
+
+
+def _check_empty(out: Path) -> None:
     there = [path for path in out.iterdir() if path.name.endswith(SUFFIXES) or path.name == INFO]
     if there:
         raise UserError(f"shards are here already; {there[0]}; choose another OUT, a new one")
@@ -202,19 +206,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Exit status as the head of this file says."""
     args = _parser().parse_args(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:  # for shards that are compressed or elsewhere
+        with (tempfile.TemporaryDirectory(prefix="shardwise-") as scratch,  # for what is compressed or elsewhere
+              _open_out(args.fix) if args.fix else nullcontext() as folder):
+            work = Path(folder) if folder else None
             storage = Storage(args.cache_dir or scratch, allow_pipe=args.allow_pipe)
-            if args.fix:
-                _open_out(args.fix)
-            report = check(args.paths, Fields(args.image_field, args.label_field), storage, args.num_workers, args.fix,
+            report = check(args.paths, Fields(args.image_field, args.label_field), storage, args.num_workers, work,
                            not args.cache_dir)
-            saved = _finish_fix(report, args.fix) if args.fix else ""
+            saved = _finish_fix(report, work, args.fix) if work else ""
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
-    finally:
-        if args.fix:
-            shutil.rmtree(args.fix / FIXING, ignore_errors=True)
     print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join([*lines(report), *filter(None, [saved])]))
     return 1 if report.problems else 0
 

@@ -139,7 +139,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Generator[Batch
     ahead: Batch | None = None
     source, fault = iter(batches), None
     try:
-        while fault is None:
+        while True:
             try:
                 batch = next(source)
             except StopIteration:

@@ -46,7 +46,7 @@ def test_an_interrupted_fix_leaves_no_shard_that_could_be_read(
 
     def interrupted(*arguments: Any, check: Any = check_shards.check) -> None:
         check(*arguments)
-        assert len(list((out / check_shards.FIXING).glob("*.tar"))) == 3
+        assert len(list(out.glob(".fixing-*/*.tar"))) == 3
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
